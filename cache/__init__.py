@@ -1,0 +1,1 @@
+"""Compiled executables under stable program keys."""

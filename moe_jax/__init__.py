@@ -1,0 +1,1 @@
+"""Mixture-of-Experts inference for JAX on NVIDIA GPUs."""

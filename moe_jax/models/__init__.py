@@ -1,0 +1,1 @@
+"""Decoder-only mixture-of-experts language models."""

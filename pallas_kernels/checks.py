@@ -1,0 +1,31 @@
+"""Argument checks shared by the operations; each refusal gives what was got and what was wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .errors import InvalidArgument
+
+
+def check_shape(where: str, name: str, array: Any, wanted: Sequence[int | str]) -> None:
+    """Compare a shape with sizes (ints) and free dimensions (names)."""
+    shape = tuple(array.shape)
+    fits = len(shape) == len(wanted) and all(
+        isinstance(want, str) or got == want for got, want in zip(shape, wanted, strict=True)
+    )
+    if not fits:
+        text = "[" + ", ".join(str(dim) for dim in wanted) + "]"
+        raise InvalidArgument(f"shape of {name}", where=where, got=list(shape), wanted=text)
+
+
+def check_dtype(where: str, name: str, array: Any, wanted: Sequence[Any]) -> None:
+    """Require one of the dtypes; there is no silent promotion."""
+    if not isinstance(array, (jax.Array, np.ndarray)):
+        raise InvalidArgument(f"type of {name}", where=where, got=type(array).__name__, wanted="an array")
+    names = [np.dtype(dtype).name for dtype in wanted]
+    if array.dtype.name not in names:
+        raise InvalidArgument(f"dtype of {name}", where=where, got=array.dtype.name, wanted=" or ".join(names))

@@ -1,0 +1,93 @@
+"""Public grouped mixture-of-experts op: checks the arguments and picks the back end."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from ..checks import check_dtype, check_shape
+from ..dispatch import Backend, Choice, Operation, sharding_refusal
+from ..errors import InvalidArgument
+from ..route import Routing, route
+from . import reference
+from .weights import FLOATS, ExpertWeights, MoEConfig, check_weights
+
+GROUPED_MOE = Operation("grouped_moe", (Backend("reference", reference.grouped_moe, lambda *_: None),))
+
+
+def grouped_moe(
+    x: Float[Array, "T H"],
+    routing: Float32[Array, "T E"] | Routing,
+    weights: ExpertWeights,
+    config: MoEConfig,
+    *,
+    selection_bias: Float32[Array, " E"] | None = None,
+    backend: str = "auto",
+) -> Float[Array, "T H"]:
+    """Mixture-of-experts feed-forward block: each row through its ``k`` experts, weighted and summed.
+
+    ``y[t] = sum_r weight[t, r] * down[e] @ act(gate_up[e] @ x[t])`` with ``e = ids[t, r]``, ranks added
+    in order, plus the shared expert if the weights have one. Accumulation is f32 (f64 for f64 inputs);
+    the intermediate is rounded once to the dtype of ``x``. No token is ever dropped.
+
+    Works under ``jit``, ``grad`` (reverse mode) and ``vmap``, and inside ``jax.shard_map``.
+
+    Args:
+        x: ``[T, H]``, bf16, f16, f32 or f64; T may be 0.
+        routing: router logits, f32 ``[T, E]``, or a finished `Routing` (f32 weights and int32 ids
+            ``[T, k']``, any k' ≥ 1; ids of -1 or E add exactly 0).
+        weights: experts in the dtype of ``x``.
+        config: routing and activation.
+        selection_bias: f32 ``[E]`` for choosing experts from logits; refused with a finished routing.
+        backend: ``"auto"`` or a back end's name; `explain` says what ``"auto"`` takes.
+
+    Returns:
+        ``[T, H]`` in the dtype of ``x``.
+
+    Raises:
+        InvalidArgument: a wrong shape, dtype or value, with what was got and wanted.
+        CannotServe: the back end asked for declined, or arguments are sharded outside ``shard_map``.
+    """
+    arguments = _checked(x, routing, weights, config, selection_bias)
+    return GROUPED_MOE(*arguments, backend=backend)
+
+
+def explain(
+    x: Float[Array, "T H"],
+    routing: Float32[Array, "T E"] | Routing,
+    weights: ExpertWeights,
+    config: MoEConfig,
+    *,
+    selection_bias: Float32[Array, " E"] | None = None,
+    backend: str = "auto",
+) -> Choice:
+    """Which back end `grouped_moe` takes for these arguments, and why better ones decline. Runs nothing.
+
+    Arguments may be arrays or `jax.ShapeDtypeStruct`-like tracers; see `grouped_moe`.
+    """
+    arguments = _checked(x, routing, weights, config, selection_bias)
+    return GROUPED_MOE.choose(*arguments, backend=backend)[1]
+
+
+def _checked(x, routing, weights, config, selection_bias):
+    where = "grouped_moe"
+    if not isinstance(config, MoEConfig):
+        raise InvalidArgument("type of config", where=where, got=type(config).__name__, wanted="MoEConfig")
+    check_dtype(where, "x", x, FLOATS)
+    check_weights(where, weights, config, x.dtype)
+    hidden = weights.down.shape[1]
+    check_shape(where, "x", x, ("T", hidden))
+    sharding_refusal(where, {"x": x, "routing": routing, "weights": weights})
+    if not isinstance(routing, Routing):
+        check_shape(where, "router logits", routing, (x.shape[0], config.router.experts))
+        return x, route(routing, config.router, selection_bias=selection_bias), weights, config
+    if selection_bias is not None:
+        raise InvalidArgument(
+            "selection_bias with a finished routing", where=where, got="an array", wanted="None, or router logits"
+        )
+    check_dtype(where, "routing.ids", routing.ids, (jnp.int32,))
+    check_shape(where, "routing.ids", routing.ids, (x.shape[0], "k"))
+    check_dtype(where, "routing.weights", routing.weights, (jnp.float32,))
+    check_shape(where, "routing.weights", routing.weights, routing.ids.shape)
+    return x, Routing(*map(jnp.asarray, routing)), jax.tree.map(jnp.asarray, weights), config

@@ -1,0 +1,225 @@
+"""The routed expert block in plain jax.numpy: runs anywhere, defines what every kernel must compute.
+
+Pairs (row, expert) are sorted by expert and cut into blocks that each belong to one expert; a scan
+runs the blocks. Memory is ``T * k`` rows plus one expert's weights, never ``T * E * I``, and no token is
+dropped. Gradients recompute a block instead of keeping its intermediates.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Float, Int32
+
+from ..route.config import Routing
+from .activation import activate
+from .weights import ExpertWeights, MoEConfig, SharedExpert
+
+# Blocks of one row need no padding; this few rows are not worth more.
+_SINGLE_ROW_PAIRS = 64
+_LARGEST_BLOCK = 512
+
+
+class Blocks(NamedTuple):
+    """Pairs grouped by expert, in blocks of one size.
+
+    Attributes:
+        expert: int32 ``[N]``, whose weights a block uses.
+        pair: int32 ``[N, B]``, flat index ``row * k + rank`` of each block row; ``T * k`` marks padding.
+        place: int32 ``[T * k]``, where a pair stands in the flattened blocks; ``N * B`` for sentinel pairs.
+    """
+
+    expert: Int32[Array, " N"]
+    pair: Int32[Array, "N B"]
+    place: Int32[Array, " P"]
+
+
+def block_rows(pairs: int, experts: int) -> int:
+    """Rows of a block: one for decode-like calls, else near the mean group size, a power of two."""
+    if pairs <= _SINGLE_ROW_PAIRS:
+        return 1
+    mean = max(1, pairs // experts)
+    return min(_LARGEST_BLOCK, 1 << (mean - 1).bit_length())
+
+
+def plan_blocks(ids: Int32[Array, "T k"], experts: int) -> Blocks:
+    """Group pairs by expert in stable order, with static shapes. Ids outside 0..E-1 get no place."""
+    flat = ids.reshape(-1)
+    pairs = flat.shape[0]
+    size = block_rows(pairs, experts)
+    count = min(pairs, pairs // size + min(experts, pairs))
+    expert = jnp.where((flat >= 0) & (flat < experts), flat, experts)
+    sizes = jnp.zeros(experts + 1, jnp.int32).at[expert].add(1)
+    blocks_of = -(-sizes[:experts] // size)
+    last_block = jnp.cumsum(blocks_of, dtype=jnp.int32)
+    first_block = jnp.append(last_block - blocks_of, jnp.int32(count))
+    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    group_start = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+    sorted_expert = expert[order]
+    within = jnp.arange(pairs, dtype=jnp.int32) - group_start[sorted_expert]
+    target = jnp.where(sorted_expert < experts, first_block[sorted_expert] * size + within, count * size)
+    place = jnp.zeros(pairs, jnp.int32).at[order].set(target)
+    pair = jnp.full(count * size, pairs, jnp.int32).at[target].set(order, mode="drop")
+    # Blocks past the last used one hold only padding; any expert will do for them.
+    owner = jnp.searchsorted(last_block, jnp.arange(count, dtype=jnp.int32), side="right").astype(jnp.int32)
+    return Blocks(jnp.minimum(owner, experts - 1), pair.reshape(count, size), place)
+
+
+def _matmul(x: Float[Array, "n in"], w: Float[Array, "out in"], accumulate: jnp.dtype) -> Float[Array, "n out"]:
+    return lax.dot_general(
+        x, w, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=accumulate
+    )
+
+
+def _expert(
+    x: Float[Array, "B H"], weights: ExpertWeights, config: MoEConfig, accumulate: jnp.dtype
+) -> Float[Array, "B H"]:
+    """One expert on some rows: f32 accumulation, the intermediate rounded once to the input dtype."""
+    h = _matmul(x, weights.gate_up, accumulate)
+    if weights.gate_up_bias is not None:
+        h = h + weights.gate_up_bias.astype(accumulate)
+    y = _matmul(activate(h, config.activation).astype(x.dtype), weights.down, accumulate)
+    return y if weights.down_bias is None else y + weights.down_bias.astype(accumulate)
+
+
+def _accumulate(dtype: jnp.dtype) -> jnp.dtype:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _take_rows(x: Float[Array, "T H"], rows: Int32[Array, " B"], k: int) -> Float[Array, "B H"]:
+    return x.at[rows // k].get(mode="fill", fill_value=0)
+
+
+def _one_expert(weights: ExpertWeights, expert: Int32[Array, ""]) -> ExpertWeights:
+    return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, expert, keepdims=False), weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _pairs(
+    config: MoEConfig, x: Float[Array, "T H"], ids: Int32[Array, "T k"], weights: ExpertWeights
+) -> Float[Array, "T k H"]:
+    """Each pair's expert output, fully reduced; exactly 0 for sentinel ids."""
+    return _pairs_batched(config)(x, ids, weights)
+
+
+def _pairs_batched(config: MoEConfig):
+    """`_pairs_forward` whose ``vmap`` flattens the batch into rows while the weights are shared.
+
+    Batched by the ordinary rules, the scan would gather one expert's weights per batch element.
+    """
+
+    @custom_vmap
+    def forward(x, ids, weights):
+        return _pairs_forward(config, x, ids, weights)
+
+    @forward.def_vmap
+    def rule(size, batched, x, ids, weights):
+        if any(jax.tree.leaves(batched[2])):
+            leaves, tree = jax.tree.flatten((x, ids, weights))
+            flags = jax.tree.leaves(batched)
+
+            def one(i):
+                return forward(*tree.unflatten([a[i] if b else a for a, b in zip(leaves, flags, strict=True)]))
+
+            return lax.map(one, jnp.arange(size)), True
+        x = x if batched[0] else jnp.broadcast_to(x, (size, *x.shape))
+        ids = ids if batched[1] else jnp.broadcast_to(ids, (size, *ids.shape))
+        flat = forward(x.reshape(-1, x.shape[-1]), ids.reshape(-1, ids.shape[-1]), weights)
+        return flat.reshape(size, -1, *flat.shape[1:]), True
+
+    return forward
+
+
+def _pairs_forward(
+    config: MoEConfig, x: Float[Array, "T H"], ids: Int32[Array, "T k"], weights: ExpertWeights
+) -> Float[Array, "T k H"]:
+    tokens, k = ids.shape
+    accumulate = _accumulate(x.dtype)
+    if tokens == 0:
+        return jnp.zeros((0, k, x.shape[1]), accumulate)
+    blocks = plan_blocks(ids, config.router.experts)
+
+    def block(carry: None, item: tuple[Array, Array]) -> tuple[None, Array]:
+        expert, pair = item
+        return carry, _expert(_take_rows(x, pair, k), _one_expert(weights, expert), config, accumulate)
+
+    _, out = lax.scan(block, None, (blocks.expert, blocks.pair))
+    rows = out.reshape(-1, x.shape[1]).at[blocks.place].get(mode="fill", fill_value=0)
+    return rows.reshape(tokens, k, x.shape[1])
+
+
+def _pairs_fwd(config, x, ids, weights):
+    return _pairs(config, x, ids, weights), (x, ids, weights)
+
+
+def _pairs_bwd(config, saved, grad):
+    """Recompute each block and add its weight gradients into one f32 accumulator per array."""
+    x, ids, weights = saved
+    k = ids.shape[1]
+    accumulate = _accumulate(x.dtype)
+    totals = jax.tree.map(lambda w: jnp.zeros(w.shape, accumulate), weights)
+    grad_x = jnp.zeros(x.shape, accumulate)
+    if x.shape[0] > 0:
+        blocks = plan_blocks(ids, config.router.experts)
+        grad_rows = grad.reshape(-1, grad.shape[-1])
+
+        def block(carry, item):
+            grad_x, totals = carry
+            expert, pair = item
+            run = functools.partial(_expert, config=config, accumulate=accumulate)
+            _, pull = jax.vjp(run, _take_rows(x, pair, k), _one_expert(weights, expert))
+            dx, dw = pull(grad_rows.at[pair].get(mode="fill", fill_value=0))
+            grad_x = grad_x.at[pair // k].add(dx.astype(accumulate), mode="drop")
+            totals = jax.tree.map(lambda total, d: total.at[expert].add(d.astype(accumulate)), totals, dw)
+            return (grad_x, totals), None
+
+        (grad_x, totals), _ = lax.scan(block, (grad_x, totals), (blocks.expert, blocks.pair))
+    grads = jax.tree.map(lambda total, w: total.astype(w.dtype), totals, weights)
+    return grad_x.astype(x.dtype), np.zeros(ids.shape, jax.dtypes.float0), grads
+
+
+_pairs.defvjp(_pairs_fwd, _pairs_bwd)
+
+
+def grouped_moe(
+    x: Float[Array, "T H"], routing: Routing, weights: ExpertWeights, config: MoEConfig
+) -> Float[Array, "T H"]:
+    """Weighted sum over a row's experts in rank order, plus the shared expert; f32 until the end."""
+    routed = ExpertWeights(
+        gate_up=weights.gate_up,
+        down=weights.down,
+        gate_up_bias=weights.gate_up_bias,
+        down_bias=weights.down_bias,
+    )
+    pairs = _pairs(config, x, routing.ids, routed)
+    experts = config.router.experts
+    # By select, not by weight 0: the weight of an expert that lives elsewhere may be anything.
+    present = (routing.ids >= 0) & (routing.ids < experts)
+    scale = jnp.where(present, routing.weights, 0).astype(pairs.dtype)
+
+    def add_rank(total: Array, rank: tuple[Array, Array]) -> tuple[Array, None]:
+        weight, pair = rank
+        return total + weight[:, None] * pair, None
+
+    start = jnp.zeros((x.shape[0], x.shape[1]), pairs.dtype)
+    ranks = (scale.T, pairs.swapaxes(0, 1))
+    total, _ = lax.scan(add_rank, start, ranks, unroll=min(routing.ids.shape[1], 16))
+    if weights.shared is not None:
+        total = total + _shared(x, weights.shared, config, pairs.dtype)
+    return total.astype(x.dtype)
+
+
+def _shared(
+    x: Float[Array, "T H"], shared: SharedExpert, config: MoEConfig, accumulate: jnp.dtype
+) -> Float[Array, "T H"]:
+    h = activate(_matmul(x, shared.gate_up, accumulate), config.activation)
+    y = _matmul(h.astype(x.dtype), shared.down, accumulate)
+    if shared.gate is not None:
+        y = y * jax.nn.sigmoid(_matmul(x, shared.gate, accumulate))
+    return y

@@ -1,0 +1,135 @@
+"""Expert weights as one pytree, in the layout the kernels read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ..checks import check_dtype, check_shape
+from ..errors import InvalidArgument
+from ..route.config import RouterConfig
+from .activation import Activation
+
+FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Everything static about one MoE layer: how rows are routed and what an expert computes."""
+
+    router: RouterConfig
+    activation: Activation
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class SharedExpert:
+    """A feed-forward block every row passes, added to the routed sum.
+
+    Attributes:
+        gate_up: ``[2S, H]`` (``[S, H]`` for an activation without gate), rows laid out as the activation says.
+        down: ``[H, S]``.
+        gate: ``[1, H]`` or None. Multiplies the output by ``sigmoid(x @ gate.T)`` (Qwen2-MoE).
+    """
+
+    gate_up: Float[Array, "rows H"]
+    down: Float[Array, "H S"]
+    gate: Float[Array, "1 H"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ExpertWeights:
+    """Weights of one layer's experts. Every matrix is ``[out, in]``, so the reduced axis is contiguous.
+
+    Arrays are used as given; under ``jit`` a slice or transpose is a copy each time a kernel is called,
+    so pack once (`pack_experts`) and keep the result.
+
+    Attributes:
+        gate_up: ``[E, 2I, H]`` (``[E, I, H]`` without gate); gate and up rows as the activation's layout says.
+        down: ``[E, H, I]``.
+        gate_up_bias: ``[E, 2I]`` or None.
+        down_bias: ``[E, H]`` or None.
+        shared: an always-on expert or None.
+    """
+
+    gate_up: Float[Array, "E rows H"]
+    down: Float[Array, "E H I"]
+    gate_up_bias: Float[Array, "E rows"] | None = None
+    down_bias: Float[Array, "E H"] | None = None
+    shared: SharedExpert | None = field(default=None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+
+def check_weights(where: str, weights: ExpertWeights, config: MoEConfig, dtype: Any) -> None:
+    """Refuse weights that do not fit the config or each other.
+
+    Raises:
+        InvalidArgument: naming the array, its shape or dtype, and the one wanted.
+    """
+    if not isinstance(weights, ExpertWeights):
+        raise InvalidArgument("type of weights", where=where, got=type(weights).__name__, wanted="ExpertWeights")
+    experts, act = config.router.experts, config.activation
+    check_shape(where, "weights.down", weights.down, (experts, "H", "I"))
+    _, hidden, inner = weights.down.shape
+    wanted: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "weights.down": (weights.down, (experts, hidden, inner)),
+        "weights.gate_up": (weights.gate_up, (experts, act.rows(inner), hidden)),
+        "weights.gate_up_bias": (weights.gate_up_bias, (experts, act.rows(inner))),
+        "weights.down_bias": (weights.down_bias, (experts, hidden)),
+    }
+    if weights.shared is not None:
+        check_shape(where, "weights.shared.down", weights.shared.down, (hidden, "S"))
+        shared = weights.shared.down.shape[1]
+        wanted["weights.shared.down"] = (weights.shared.down, (hidden, shared))
+        wanted["weights.shared.gate_up"] = (weights.shared.gate_up, (act.rows(shared), hidden))
+        wanted["weights.shared.gate"] = (weights.shared.gate, (1, hidden))
+    for name, (array, shape) in wanted.items():
+        if array is not None:
+            check_shape(where, name, array, shape)
+            check_dtype(where, name, array, (dtype,))
+
+
+def pack_experts(
+    gate: Float[Array, "E I H"] | None,
+    up: Float[Array, "E I H"],
+    down: Float[Array, "E H I"],
+    *,
+    config: MoEConfig,
+) -> ExpertWeights:
+    """Pack separate gate, up and down stacks into `ExpertWeights`, once.
+
+    Args:
+        gate: ``[E, I, H]``, or None for an activation without gate.
+        up: ``[E, I, H]``.
+        down: ``[E, H, I]``.
+        config: its activation decides whether gate and up rows stand in halves or interleaved.
+
+    Raises:
+        InvalidArgument: shapes or dtypes that do not belong together, or a gate where there is none.
+    """
+    where, act = "pack_experts", config.activation
+    experts, inner, hidden = config.router.experts, up.shape[1], up.shape[2]
+    if (gate is None) == act.gated:
+        got = "None" if gate is None else "an array"
+        wanted = "an array" if act.gated else "None"
+        raise InvalidArgument(f"gate of activation {act.name!r}", where=where, got=got, wanted=wanted)
+    check_shape(where, "up", up, (experts, inner, hidden))
+    if gate is None:
+        gate_up = jnp.asarray(up)
+    else:
+        check_shape(where, "gate", gate, (experts, inner, hidden))
+        check_dtype(where, "gate", gate, (up.dtype,))
+        axis = 2 if act.layout == "interleaved" else 1
+        gate_up = jnp.stack([gate, up], axis=axis).reshape(experts, 2 * inner, hidden)
+    weights = ExpertWeights(gate_up=gate_up, down=jnp.asarray(down))
+    check_weights(where, weights, config, up.dtype)
+    return weights
