@@ -6,13 +6,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .errors import InvalidArgument
 
+FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+
+
+def check_array(where: str, name: str, array: Any) -> None:
+    """Require an array: nested lists and plain numbers have no dtype to trust."""
+    if not isinstance(array, (jax.Array, np.ndarray)):
+        raise InvalidArgument(f"type of {name}", where=where, got=type(array).__name__, wanted="an array")
+
 
 def check_shape(where: str, name: str, array: Any, wanted: Sequence[int | str]) -> None:
     """Compare a shape with sizes (ints) and free dimensions (names)."""
+    check_array(where, name, array)
     shape = tuple(array.shape)
     fits = len(shape) == len(wanted) and all(
         isinstance(want, str) or got == want for got, want in zip(shape, wanted, strict=True)
@@ -24,8 +34,7 @@ def check_shape(where: str, name: str, array: Any, wanted: Sequence[int | str]) 
 
 def check_dtype(where: str, name: str, array: Any, wanted: Sequence[Any]) -> None:
     """Require one of the dtypes; there is no silent promotion."""
-    if not isinstance(array, (jax.Array, np.ndarray)):
-        raise InvalidArgument(f"type of {name}", where=where, got=type(array).__name__, wanted="an array")
+    check_array(where, name, array)
     names = [np.dtype(dtype).name for dtype in wanted]
     if array.dtype.name not in names:
         raise InvalidArgument(f"dtype of {name}", where=where, got=array.dtype.name, wanted=" or ".join(names))

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from .errors import CannotServe, InvalidArgument, SlowPathWarning
+from .mesh_axes import call_plain
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Operation:
         chosen, choice = self.choose(*args, backend=backend)
         if choice.declined and jax.default_backend() == "gpu":
             _report_slow_path(choice)
-        return chosen.run(*args)
+        return call_plain(chosen.run, args)
 
 
 _reported: set[Choice] = set()
@@ -94,7 +95,8 @@ _reported: set[Choice] = set()
 def _report_slow_path(choice: Choice) -> None:
     if choice not in _reported:
         _reported.add(choice)
-        warnings.warn(str(choice), SlowPathWarning, stacklevel=3)
+        # 4: the caller of the public function, past this one, `Operation.__call__` and the function itself.
+        warnings.warn(str(choice), SlowPathWarning, stacklevel=4)
 
 
 def sharding_refusal(where: str, tree: Any) -> None:
@@ -125,9 +127,9 @@ def _sharded(leaf: Any) -> str | None:
         return None if leaf.sharding.is_fully_replicated else str(leaf.sharding)
     sharding = jax.typeof(leaf).sharding
     mesh = sharding.mesh
-    wide = {n: kind for n, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True) if size > 1}
+    axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    wide = {name: kind for name, size, kind in axes if size > 1}
     if any(kind == jax.sharding.AxisType.Auto for kind in wide.values()):
         return f"a mesh with automatic axes {mesh}"
-    if any(part is not None for part in sharding.spec):
-        return str(sharding.spec)
-    return None
+    parts = [part if isinstance(part, tuple) else (part,) for part in sharding.spec]
+    return str(sharding.spec) if any(name in wide for part in parts for name in part) else None

@@ -85,10 +85,12 @@ def activate(h: Float[Array, "*n rows"], activation: Activation) -> Float[Array,
         gate, up = h[..., 0::2], h[..., 1::2]
     else:
         gate, up = jnp.split(h, 2, axis=-1)
-    limit = activation.limit
+    limit, alpha = activation.limit, activation.alpha
     if activation.name == "gpt_oss_swiglu":
+        assert limit is not None
+        assert alpha is not None
         gate = jnp.minimum(gate, limit)
-        return gate * jax.nn.sigmoid(activation.alpha * gate) * (jnp.clip(up, -limit, limit) + 1)
+        return gate * jax.nn.sigmoid(alpha * gate) * (jnp.clip(up, -limit, limit) + 1)
     if activation.name == "geglu_tanh":
         return jax.nn.gelu(gate, approximate=True) * up
     if activation.name == "geglu_erf":

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from ..checks import check_dtype, check_shape
+from ..checks import FLOATS, check_dtype, check_shape
 from ..dispatch import Backend, Choice, Operation, sharding_refusal
 from ..errors import InvalidArgument
 from ..route import Routing, route
 from . import reference
-from .weights import FLOATS, ExpertWeights, MoEConfig, check_weights
+from .weights import ExpertWeights, MoEConfig, check_weights
 
 GROUPED_MOE = Operation("grouped_moe", (Backend("reference", reference.grouped_moe, lambda *_: None),))
 
@@ -31,7 +33,11 @@ def grouped_moe(
     in order, plus the shared expert if the weights have one. Accumulation is f32 (f64 for f64 inputs);
     the intermediate is rounded once to the dtype of ``x``. No token is ever dropped.
 
-    Works under ``jit``, ``grad`` (reverse mode) and ``vmap``, and inside ``jax.shard_map``.
+    Works under ``jit``, ``grad``, ``vmap`` and ``jax.checkpoint``, and inside ``jax.shard_map``.
+
+    Differentiation is reverse mode only, of any order: ``jvp``, ``jacfwd`` and so `jax.hessian` raise
+    ``TypeError``; ``jax.jacrev(jax.jacrev(f))`` works. ``grad`` of a ``vmap`` makes one gradient of shared
+    weights per batch element before it sums them, so put batch dimensions into rows where memory matters.
 
     Args:
         x: ``[T, H]``, bf16, f16, f32 or f64; T may be 0.
@@ -49,8 +55,10 @@ def grouped_moe(
         InvalidArgument: a wrong shape, dtype or value, with what was got and wanted.
         CannotServe: the back end asked for declined, or arguments are sharded outside ``shard_map``.
     """
-    arguments = _checked(x, routing, weights, config, selection_bias)
-    return GROUPED_MOE(*arguments, backend=backend)
+    _check(x, routing, weights, config, selection_bias)
+    if not isinstance(routing, Routing):
+        routing = route(routing, config.router, selection_bias=selection_bias)
+    return GROUPED_MOE(x, routing, weights, config, backend=backend)
 
 
 def explain(
@@ -64,13 +72,16 @@ def explain(
 ) -> Choice:
     """Which back end `grouped_moe` takes for these arguments, and why better ones decline. Runs nothing.
 
-    Arguments may be arrays or `jax.ShapeDtypeStruct`-like tracers; see `grouped_moe`.
+    Takes what `grouped_moe` takes, inside ``jit`` too, and raises what it raises.
     """
-    arguments = _checked(x, routing, weights, config, selection_bias)
-    return GROUPED_MOE.choose(*arguments, backend=backend)[1]
+    _check(x, routing, weights, config, selection_bias)
+    if not isinstance(routing, Routing):
+        run = functools.partial(route, config=config.router)
+        routing = jax.eval_shape(run, routing, selection_bias=selection_bias)
+    return GROUPED_MOE.choose(x, routing, weights, config, backend=backend)[1]
 
 
-def _checked(x, routing, weights, config, selection_bias):
+def _check(x, routing, weights, config, selection_bias) -> None:
     where = "grouped_moe"
     if not isinstance(config, MoEConfig):
         raise InvalidArgument("type of config", where=where, got=type(config).__name__, wanted="MoEConfig")
@@ -81,13 +92,14 @@ def _checked(x, routing, weights, config, selection_bias):
     sharding_refusal(where, {"x": x, "routing": routing, "weights": weights})
     if not isinstance(routing, Routing):
         check_shape(where, "router logits", routing, (x.shape[0], config.router.experts))
-        return x, route(routing, config.router, selection_bias=selection_bias), weights, config
+        return
     if selection_bias is not None:
         raise InvalidArgument(
             "selection_bias with a finished routing", where=where, got="an array", wanted="None, or router logits"
         )
     check_dtype(where, "routing.ids", routing.ids, (jnp.int32,))
     check_shape(where, "routing.ids", routing.ids, (x.shape[0], "k"))
+    if routing.ids.shape[1] == 0:
+        raise InvalidArgument("experts per row", where=where, got=0, wanted="at least 1")
     check_dtype(where, "routing.weights", routing.weights, (jnp.float32,))
     check_shape(where, "routing.weights", routing.weights, routing.ids.shape)
-    return x, Routing(*map(jnp.asarray, routing)), jax.tree.map(jnp.asarray, weights), config

@@ -1,6 +1,6 @@
 """The routed expert block in plain jax.numpy: runs anywhere, defines what every kernel must compute.
 
-Pairs (row, expert) are sorted by expert and cut into blocks that each belong to one expert; a scan
+Pairs (row, expert) are sorted by expert and cut into blocks that each belong to one expert; a loop
 runs the blocks. Memory is ``T * k`` rows plus one expert's weights, never ``T * E * I``, and no token is
 dropped. Gradients recompute a block instead of keeping its intermediates.
 """
@@ -17,6 +17,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float, Int32
 
+from ..mesh_axes import zeros_varying
 from ..route.config import Routing
 from .activation import activate
 from .weights import ExpertWeights, MoEConfig, SharedExpert
@@ -30,14 +31,16 @@ class Blocks(NamedTuple):
     """Pairs grouped by expert, in blocks of one size.
 
     Attributes:
-        expert: int32 ``[N]``, whose weights a block uses.
+        expert: int32 ``[N]``, whose weights a block uses; E for blocks of padding alone.
         pair: int32 ``[N, B]``, flat index ``row * k + rank`` of each block row; ``T * k`` marks padding.
         place: int32 ``[T * k]``, where a pair stands in the flattened blocks; ``N * B`` for sentinel pairs.
+        used: int32 scalar: no block from here on holds a pair.
     """
 
     expert: Int32[Array, " N"]
     pair: Int32[Array, "N B"]
     place: Int32[Array, " P"]
+    used: Int32[Array, ""]
 
 
 def block_rows(pairs: int, experts: int) -> int:
@@ -53,22 +56,25 @@ def plan_blocks(ids: Int32[Array, "T k"], experts: int) -> Blocks:
     flat = ids.reshape(-1)
     pairs = flat.shape[0]
     size = block_rows(pairs, experts)
-    count = min(pairs, pairs // size + min(experts, pairs))
     expert = jnp.where((flat >= 0) & (flat < experts), flat, experts)
-    sizes = jnp.zeros(experts + 1, jnp.int32).at[expert].add(1)
-    blocks_of = -(-sizes[:experts] // size)
-    last_block = jnp.cumsum(blocks_of, dtype=jnp.int32)
-    first_block = jnp.append(last_block - blocks_of, jnp.int32(count))
-    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
-    group_start = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
-    sorted_expert = expert[order]
-    within = jnp.arange(pairs, dtype=jnp.int32) - group_start[sorted_expert]
-    target = jnp.where(sorted_expert < experts, first_block[sorted_expert] * size + within, count * size)
+    index = lax.iota(jnp.int32, pairs)
+    if size == 1:
+        # Nothing to group, and much less to compile: block i is pair i, a sentinel's holds padding.
+        own = jnp.where(expert < experts, index, pairs)
+        return Blocks(expert, own[:, None], own, jnp.int32(pairs))
+    count = min(pairs, pairs // size + min(experts, pairs))
+    sizes = jnp.zeros(experts, jnp.int32).at[expert].add(1, mode="drop")
+    blocks_of = -(-sizes // size)
+    group_end, last_block = jnp.cumsum(jnp.stack([sizes, blocks_of]), axis=1, dtype=jnp.int32)
+    sorted_expert, order = lax.sort((expert, index), num_keys=1, is_stable=True)
+    # From a pair's rank among all sorted pairs to its row in the blocks: the same distance for a whole group.
+    shift = (last_block - blocks_of) * size - (group_end - sizes)
+    target = jnp.where(sorted_expert < experts, index + shift.at[sorted_expert].get(mode="clip"), count * size)
     place = jnp.zeros(pairs, jnp.int32).at[order].set(target)
-    pair = jnp.full(count * size, pairs, jnp.int32).at[target].set(order, mode="drop")
-    # Blocks past the last used one hold only padding; any expert will do for them.
-    owner = jnp.searchsorted(last_block, jnp.arange(count, dtype=jnp.int32), side="right").astype(jnp.int32)
-    return Blocks(jnp.minimum(owner, experts - 1), pair.reshape(count, size), place)
+    pair = jnp.full(count * size, pairs, jnp.int32).at[target].set(order, mode="drop").reshape(count, size)
+    # A used block has a pair in its first row.
+    owner = expert.at[pair[:, 0]].get(mode="fill", fill_value=experts)
+    return Blocks(owner, pair, place, last_block[-1])
 
 
 def _matmul(x: Float[Array, "n in"], w: Float[Array, "out in"], accumulate: jnp.dtype) -> Float[Array, "n out"]:
@@ -89,7 +95,8 @@ def _expert(
 
 
 def _accumulate(dtype: jnp.dtype) -> jnp.dtype:
-    return jnp.promote_types(dtype, jnp.float32)
+    # Not promote_types, which strict dtype promotion makes refuse bf16 with f32.
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def _take_rows(x: Float[Array, "T H"], rows: Int32[Array, " B"], k: int) -> Float[Array, "B H"]:
@@ -145,11 +152,14 @@ def _pairs_forward(
         return jnp.zeros((0, k, x.shape[1]), accumulate)
     blocks = plan_blocks(ids, config.router.experts)
 
-    def block(carry: None, item: tuple[Array, Array]) -> tuple[None, Array]:
-        expert, pair = item
-        return carry, _expert(_take_rows(x, pair, k), _one_expert(weights, expert), config, accumulate)
+    def block(i: Array, out: Array) -> Array:
+        expert = _one_expert(weights, blocks.expert[i])
+        y = _expert(_take_rows(x, blocks.pair[i], k), expert, config, accumulate)
+        return lax.dynamic_update_index_in_dim(out, y, i, 0)
 
-    _, out = lax.scan(block, None, (blocks.expert, blocks.pair))
+    # Only the used blocks: with sentinels, or small groups, most of the worst case is padding.
+    out = zeros_varying((*blocks.pair.shape, x.shape[1]), accumulate, x)
+    out = lax.fori_loop(0, blocks.used, block, out)
     rows = out.reshape(-1, x.shape[1]).at[blocks.place].get(mode="fill", fill_value=0)
     return rows.reshape(tokens, k, x.shape[1])
 
@@ -163,8 +173,8 @@ def _pairs_bwd(config, saved, grad):
     x, ids, weights = saved
     k = ids.shape[1]
     accumulate = _accumulate(x.dtype)
-    totals = jax.tree.map(lambda w: jnp.zeros(w.shape, accumulate), weights)
-    grad_x = jnp.zeros(x.shape, accumulate)
+    totals = jax.tree.map(lambda w: zeros_varying(w.shape, accumulate, w), weights)
+    grad_x = zeros_varying(x.shape, accumulate, x)
     if x.shape[0] > 0:
         blocks = plan_blocks(ids, config.router.experts)
         grad_rows = grad.reshape(-1, grad.shape[-1])
@@ -176,7 +186,8 @@ def _pairs_bwd(config, saved, grad):
             _, pull = jax.vjp(run, _take_rows(x, pair, k), _one_expert(weights, expert))
             dx, dw = pull(grad_rows.at[pair].get(mode="fill", fill_value=0))
             grad_x = grad_x.at[pair // k].add(dx.astype(accumulate), mode="drop")
-            totals = jax.tree.map(lambda total, d: total.at[expert].add(d.astype(accumulate)), totals, dw)
+            # Dropped for unused blocks: 0 times a weight that is not finite is NaN.
+            totals = jax.tree.map(lambda total, d: total.at[expert].add(d.astype(accumulate), mode="drop"), totals, dw)
             return (grad_x, totals), None
 
         (grad_x, totals), _ = lax.scan(block, (grad_x, totals), (blocks.expert, blocks.pair))
@@ -187,6 +198,7 @@ def _pairs_bwd(config, saved, grad):
 _pairs.defvjp(_pairs_fwd, _pairs_bwd)
 
 
+@functools.partial(jax.jit, static_argnums=3)
 def grouped_moe(
     x: Float[Array, "T H"], routing: Routing, weights: ExpertWeights, config: MoEConfig
 ) -> Float[Array, "T H"]:
@@ -207,7 +219,7 @@ def grouped_moe(
         weight, pair = rank
         return total + weight[:, None] * pair, None
 
-    start = jnp.zeros((x.shape[0], x.shape[1]), pairs.dtype)
+    start = zeros_varying(x.shape, pairs.dtype, x)
     ranks = (scale.T, pairs.swapaxes(0, 1))
     total, _ = lax.scan(add_rank, start, ranks, unroll=min(routing.ids.shape[1], 16))
     if weights.shared is not None:

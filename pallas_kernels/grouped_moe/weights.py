@@ -14,8 +14,6 @@ from ..errors import InvalidArgument
 from ..route.config import RouterConfig
 from .activation import Activation
 
-FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
-
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
@@ -107,6 +105,10 @@ def pack_experts(
 ) -> ExpertWeights:
     """Pack separate gate, up and down stacks into `ExpertWeights`, once.
 
+    Costs new memory only for ``gate_up`` (``result.gate_up.nbytes``), beside the stacks handed in until they
+    are dropped; `jax.Array` stacks that need no joining (``down``, ``up`` of an activation without gate) are
+    used as they are.
+
     Args:
         gate: ``[E, I, H]``, or None for an activation without gate.
         up: ``[E, I, H]``.
@@ -117,12 +119,13 @@ def pack_experts(
         InvalidArgument: shapes or dtypes that do not belong together, or a gate where there is none.
     """
     where, act = "pack_experts", config.activation
-    experts, inner, hidden = config.router.experts, up.shape[1], up.shape[2]
+    experts = config.router.experts
+    check_shape(where, "up", up, (experts, "I", "H"))
+    _, inner, hidden = up.shape
     if (gate is None) == act.gated:
         got = "None" if gate is None else "an array"
         wanted = "an array" if act.gated else "None"
         raise InvalidArgument(f"gate of activation {act.name!r}", where=where, got=got, wanted=wanted)
-    check_shape(where, "up", up, (experts, inner, hidden))
     if gate is None:
         gate_up = jnp.asarray(up)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from ..checks import check_dtype, check_shape
+from ..checks import FLOATS, check_dtype, check_shape
 from ..dispatch import Backend, Operation, sharding_refusal
 from . import reference
 from .config import RouterConfig, Routing
@@ -54,17 +54,19 @@ def router_logits(
     """Router logits ``x @ kernel.T + bias`` in f32, whatever the inputs' dtype.
 
     Args:
-        x: ``[T, H]`` activations.
+        x: ``[T, H]`` activations: bf16, f16, f32 or f64.
         kernel: ``[E, H]`` router weight of the same dtype, as checkpoints hold it.
-        bias: ``[E]`` or None.
+        bias: ``[E]`` in the dtype of ``x`` or f32, or None.
 
     Raises:
         InvalidArgument: wrong shape, or different dtypes.
     """
     where = "router_logits"
     check_shape(where, "x", x, ("T", "H"))
+    check_dtype(where, "x", x, FLOATS)
     check_dtype(where, "kernel", kernel, (x.dtype,))
     check_shape(where, "kernel", kernel, ("E", x.shape[1]))
     if bias is not None:
         check_shape(where, "bias", bias, (kernel.shape[0],))
+        check_dtype(where, "bias", bias, (x.dtype, jnp.float32))
     return reference.router_logits(x, kernel, bias)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,6 +22,7 @@ def router_logits(
     return logits if bias is None else logits + bias.astype(jnp.float32)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def route(
     logits: Float32[Array, "T E"], config: RouterConfig, selection_bias: Float32[Array, " E"] | None = None
 ) -> Routing:
