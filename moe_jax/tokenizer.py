@@ -1,0 +1,201 @@
+"""The tokenizer of a Hugging Face folder: ``tokenizer.json`` with its special tokens and chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, SupportsInt
+
+from moe_jax.errors import CheckpointError, InvalidArgument
+
+_REPLACEMENT = "\ufffd"  # what a decoder puts where bytes are no (or not yet a) character
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Attributes:
+        chat_template: Jinja source, or None.
+        special: special tokens by role, e.g. ``{"bos_token": "<s>", "eos_token": "</s>"}``.
+    """
+
+    def __init__(self, tokenizer: Any, config: Mapping[str, Any] | None = None, chat_template: str | None = None):
+        """Wrap a `tokenizers.Tokenizer`.
+
+        Args:
+            tokenizer: the `tokenizers.Tokenizer`.
+            config: contents of ``tokenizer_config.json``.
+            chat_template: overrides the one in ``config``.
+        """
+        self._tokenizer = tokenizer
+        self._config = dict(config or {})
+        self.special = {
+            name: token if isinstance(token, str) else token["content"]
+            for name, token in self._config.items()
+            if name.endswith("_token") and (isinstance(token, str) or (isinstance(token, dict) and "content" in token))
+        }
+        self.chat_template = chat_template or _template_of(self._config.get("chat_template"))
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer | None:
+        """The tokenizer of a checkpoint folder, or None when it has no ``tokenizer.json``.
+
+        Raises:
+            CheckpointError: a file that cannot be read as what it is.
+        """
+        from tokenizers import Tokenizer as Fast
+
+        folder = Path(folder)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            return None
+        try:
+            fast = Fast.from_file(str(file))
+        except Exception as error:  # the tokenizers package raises bare Exception
+            raise CheckpointError(
+                "cannot read the tokenizer", where=str(file), got=str(error), wanted="a tokenizers file"
+            ) from error
+        # Files written for training carry padding and truncation; both would change prompts.
+        fast.no_padding()
+        fast.no_truncation()
+        config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+        config = {}
+        if config_file.is_file():
+            try:
+                config = json.loads(config_file.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise CheckpointError(
+                    "cannot read the tokenizer's config", where=str(config_file), got=str(error), wanted="JSON"
+                ) from error
+        template = template_file.read_text(encoding="utf-8") if template_file.is_file() else None
+        return cls(fast, config, template)
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json``."""
+        folder = Path(folder)
+        self._tokenizer.save(str(folder / "tokenizer.json"))
+        config = dict(self._config)
+        if self.chat_template is not None:
+            config["chat_template"] = self.chat_template
+        text = json.dumps(config, ensure_ascii=False, indent=2)
+        (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Token ids of a text; ``add_special`` lets the tokenizer add its own (such as bos)."""
+        return self._tokenizer.encode(text, add_special_tokens=add_special).ids
+
+    def decode(self, ids: Iterable[SupportsInt], skip_special: bool = True) -> str:
+        """Text of token ids; bytes that are no character become U+FFFD."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of one token, or None."""
+        return self._tokenizer.token_to_id(token)
+
+    def stream(self) -> TextStream:
+        """A decoder that takes ids one by one."""
+        return TextStream(self)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation through the chat template, ready for the assistant's turn.
+
+        Args:
+            messages: ``{"role": …, "content": …}`` each.
+
+        Raises:
+            InvalidArgument: no template, messages of another form, or the template refuses them.
+        """
+        return self.encode(self.chat_text(messages), add_special=False)
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text that `chat` encodes."""
+        where = "chat"
+        for message in messages:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+                raise InvalidArgument("message", where=where, got=repr(message), wanted='{"role": …, "content": …}')
+        if self.chat_template is None:
+            raise InvalidArgument(
+                "the tokenizer has no chat template",
+                where=where,
+                got="chat messages",
+                wanted="a string or tokens, or chat_template.jinja beside tokenizer.json",
+            )
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        # As transformers renders templates; they come with the checkpoint, so they run in a sandbox.
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        functions = {"raise_exception": _refuse, "strftime_now": _now}
+        try:
+            return environment.from_string(self.chat_template, globals=functions).render(
+                messages=messages, add_generation_prompt=True, **self.special
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise InvalidArgument(
+                "the chat template refused the messages",
+                where=where,
+                got=f"{type(error).__name__}: {error}",
+                wanted="messages that the template takes",
+            ) from error
+
+
+class TextStream:
+    """Text of a growing list of ids, in pieces that add up to the whole.
+
+    A piece is held back while it ends in bytes that are not yet a character. Ids are decoded together with a few
+    before them, because some tokenizers decode the first id of a list differently.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._context = 0  # where the ids decoded along begin
+        self._shown = 0  # ids before this have had their text given out
+
+    def push(self, token: SupportsInt) -> str:
+        """Text that this id completes, often empty."""
+        self._ids.append(int(token))
+        text = self._new_text()
+        if not text or text.endswith(_REPLACEMENT):
+            return ""
+        self._context, self._shown = self._shown, len(self._ids)
+        return text
+
+    def flush(self) -> str:
+        """What is still held back, with U+FFFD for incomplete characters."""
+        text = self._new_text()
+        self._context = self._shown = len(self._ids)
+        return text
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._ids[self._context : self._shown])
+        return self._tokenizer.decode(self._ids[self._context :])[len(before) :]
+
+
+def _template_of(entry: Any) -> str | None:
+    """The config holds one template, or a list of named ones."""
+    if isinstance(entry, list):
+        named = {item.get("name"): item.get("template") for item in entry if isinstance(item, dict)}
+        return named.get("default")
+    return entry if isinstance(entry, str) else None
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    # Jinja's own filter escapes HTML characters.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _refuse(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    from datetime import datetime
+
+    return datetime.now().strftime(form)
