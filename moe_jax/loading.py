@@ -1,0 +1,114 @@
+"""Where a model comes from: a folder, the package itself or a Hugging Face repository; and onto which device."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .checkpoint import load_module
+from .errors import InvalidArgument
+from .model import Model
+from .tokenizer import Tokenizer
+
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "chat_template.jinja"]
+
+
+def load(
+    path: str | Path | None = None,
+    *,
+    dtype: Any = None,
+    device: str | jax.Device | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Model:
+    """Load a model from a Hugging Face folder.
+
+    Args:
+        path: the folder; None takes the small model shipped with this package. A repository id ``"org/name"`` that
+            is no folder here comes from the local Hugging Face cache, or is downloaded into it (extra ``hub``).
+        dtype: of the parameters; None keeps the checkpoint's.
+        device: ``"cpu"``, ``"cuda"`` (or ``"gpu"``) or a `jax.Device`; None takes JAX's default.
+        progress: called with (bytes done, bytes in all) while weights load.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint that can be loaded; says which file and why.
+        InvalidArgument: no such folder, or no such device.
+    """
+    folder = checkpoint_folder(path)
+    config, module = load_module(folder, dtype=dtype, device=_device(device), progress=progress)
+    return Model(config, module, Tokenizer.from_folder(folder))
+
+
+def _device(device: str | jax.Device | None) -> jax.Device | None:
+    if device is None or isinstance(device, jax.Device):
+        return device
+    if device not in ("cpu", "cuda", "gpu"):
+        raise InvalidArgument("device", where="load", got=repr(device), wanted="'cpu', 'cuda', 'gpu' or a jax.Device")
+    try:
+        return jax.local_devices(backend="cpu" if device == "cpu" else "cuda")[0]
+    except RuntimeError as error:
+        present = sorted({d.platform for d in jax.local_devices()})
+        raise InvalidArgument(
+            f"no {device} device (`moe-jax doctor` says why)",
+            where="load(device=…)",
+            got=f"{', '.join(present)}; JAX says: {error}",
+            wanted="a CUDA device that JAX can use, or device='cpu'",
+        ) from error
+
+
+def checkpoint_folder(path: str | Path | None) -> Path:
+    """The folder that `load` reads: the shipped model's, the one named, or a repository's in the local cache."""
+    if path is None:
+        return Path(__file__).parent / "assets" / "tiny_moe"
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if isinstance(path, str) and _REPOSITORY.fullmatch(path):
+        return _from_hub(path)
+    raise InvalidArgument(
+        "no such model", where="load", got=repr(str(path)), wanted="a checkpoint folder, or a repository id 'org/name'"
+    )
+
+
+def _from_hub(repository: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+    except ImportError as error:
+        raise InvalidArgument(
+            "a repository id needs huggingface_hub",
+            where="load",
+            got=repr(repository),
+            wanted="`pip install 'moe-jax[hub]'`, or a checkpoint folder",
+        ) from error
+    try:
+        cached = Path(snapshot_download(repository, allow_patterns=_HUB_FILES, local_files_only=True))
+        if _complete(cached):
+            return cached
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return Path(snapshot_download(repository, allow_patterns=_HUB_FILES))
+    except Exception as error:  # network, permission and naming errors have no common base
+        raise InvalidArgument(
+            "cannot get the repository",
+            where="load",
+            got=f"{repository!r}: {type(error).__name__}: {error}",
+            wanted="a repository in the local cache or on the hub, or a checkpoint folder",
+        ) from error
+
+
+def _complete(folder: Path) -> bool:
+    """Whether a cached snapshot has its config and all the weight files that its index names."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+        weights = all((folder / name).is_file() for name in names)
+    else:
+        weights = any(folder.glob("*.safetensors"))
+    return weights and (folder / "config.json").is_file()
