@@ -1,1 +1,121 @@
-"""Mixture-of-Experts inference for JAX on NVIDIA GPUs."""
+"""Mixture-of-Experts inference for JAX on NVIDIA GPUs.
+
+Names are loaded when first used: importing the package reads no model code, no Flax and no Triton,
+and never touches a device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from moe_jax import versions
+
+try:
+    versions.check(jax)
+except versions.UnsupportedVersion as error:
+    if Path(sys.argv[0]).name == "moe-jax":  # the command, too, stops with one line and no traceback
+        raise SystemExit(f"error: {error}") from error
+    raise
+
+__version__ = versions.VERSION
+
+__all__ = [
+    "Activation",
+    "CannotServe",
+    "CheckpointError",
+    "ExpertWeights",
+    "InvalidArgument",
+    "MoEConfig",
+    "Model",
+    "ModelConfig",
+    "MoeJaxError",
+    "RopeConfig",
+    "RouterConfig",
+    "Routing",
+    "SharedExpert",
+    "SlowPathWarning",
+    "__version__",
+    "errors",
+    "explain",
+    "grouped_moe",
+    "linen",
+    "load",
+    "load_balancing_loss",
+    "nnx",
+    "pack_experts",
+    "route",
+    "router_logits",
+]
+
+if TYPE_CHECKING:
+    from moe_jax import errors, linen, nnx
+    from moe_jax.errors import CannotServe, CheckpointError, InvalidArgument, MoeJaxError, SlowPathWarning
+    from moe_jax.loading import load
+    from moe_jax.losses import load_balancing_loss
+    from moe_jax.model import Model
+    from moe_jax.models.config import ModelConfig, RopeConfig
+    from moe_jax.pallas_kernels.grouped_moe import (
+        Activation,
+        ExpertWeights,
+        MoEConfig,
+        SharedExpert,
+        explain,
+        grouped_moe,
+        pack_experts,
+    )
+    from moe_jax.pallas_kernels.route import RouterConfig, Routing, route, router_logits
+
+_GROUPED_MOE = "moe_jax.pallas_kernels.grouped_moe"
+_ROUTE = "moe_jax.pallas_kernels.route"
+
+# Public name -> module it lives in; a module that is itself the public name maps to itself.
+_HOMES = {
+    "Activation": _GROUPED_MOE,
+    "CannotServe": "moe_jax.errors",
+    "CheckpointError": "moe_jax.errors",
+    "ExpertWeights": _GROUPED_MOE,
+    "InvalidArgument": "moe_jax.errors",
+    "MoEConfig": _GROUPED_MOE,
+    "MoeJaxError": "moe_jax.errors",
+    "Model": "moe_jax.model",
+    "ModelConfig": "moe_jax.models.config",
+    "RopeConfig": "moe_jax.models.config",
+    "RouterConfig": _ROUTE,
+    "Routing": _ROUTE,
+    "SharedExpert": _GROUPED_MOE,
+    "SlowPathWarning": "moe_jax.errors",
+    "errors": "moe_jax.errors",
+    "explain": _GROUPED_MOE,
+    "grouped_moe": _GROUPED_MOE,
+    "linen": "moe_jax.linen",
+    "load": "moe_jax.loading",
+    "load_balancing_loss": "moe_jax.losses",
+    "nnx": "moe_jax.nnx",
+    "pack_experts": _GROUPED_MOE,
+    "route": _ROUTE,
+    "router_logits": _ROUTE,
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = importlib.import_module(home)
+    except (AttributeError, ImportError) as error:
+        if versions.names_jax(error):
+            raise versions.missing(str(error), jax.__version__) from error
+        raise
+    value = module if home == f"{__name__}.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

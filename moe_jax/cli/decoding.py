@@ -1,0 +1,155 @@
+"""`moe-jax decode`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+import moe_jax
+from moe_jax.cli import device as devices
+from moe_jax.cli import output
+from moe_jax.errors import InvalidArgument
+
+
+@dataclass
+class Timings:
+    """Seconds of one run.
+
+    Attributes:
+        load_seconds: reading the checkpoint.
+        time_to_first_token_seconds: from the prompt to the first token, compiling included.
+        decode_seconds: from the first token to the last.
+        compile_seconds: compiling, wherever it fell.
+        tokens_per_second: of the steps after the first token in which nothing was compiled; None without such.
+    """
+
+    load_seconds: float = 0.0
+    time_to_first_token_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    tokens_per_second: float | None = None
+
+
+@dataclass
+class Counters:
+    """Counts of one run."""
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    compiled_programs: int = 0
+
+
+@dataclass
+class Run:
+    """One decoding: what came out, and at what cost."""
+
+    tokens: list[int] = field(default_factory=list)
+    timings: Timings = field(default_factory=Timings)
+    counters: Counters = field(default_factory=Counters)
+
+
+def run(
+    path: str | None, prompt: str, options: Mapping[str, Any], *, device: devices.DeviceName, as_json: bool
+) -> None:
+    """Load, decode and report."""
+    console = output.log_console(plain=as_json)
+    chosen = devices.choose(device)
+    record = Run()
+    start = time.perf_counter()
+    name = path or "the shipped model"
+    with output.byte_progress(f"loading {name}", console) as progress:
+        model = moe_jax.load(path, device=chosen, progress=progress)
+    record.timings.load_seconds = time.perf_counter() - start
+    if model.tokenizer is None:
+        raise InvalidArgument(
+            "no tokenizer", where="moe-jax decode", got=f"{name} without tokenizer.json", wanted="a folder with one"
+        )
+    ids = model.tokenizer.encode(prompt)
+    record.counters.prompt_tokens = len(ids)
+    text = model.tokenizer.stream()
+    with output.waiting("compiling", console) as done_waiting:
+        for token in _timed(model, ids, options, record):
+            piece = text.push(token)
+            if not as_json:
+                done_waiting()
+                if len(record.tokens) == 1:
+                    _start_text(prompt, console)
+                _write(piece)
+    if not as_json:
+        _write(text.flush() + "\n")
+    where = {"platform": chosen.platform, "kind": chosen.device_kind}
+    if as_json:
+        result = {
+            "model": path,
+            "prompt": prompt,
+            "text": model.tokenizer.decode(record.tokens),
+            "tokens": record.tokens,
+            "timings": asdict(record.timings),
+            "counters": asdict(record.counters),
+            "device": where,
+        }
+        print(json.dumps(result))
+        return
+    output.table("decoded", _summary(name, chosen, record), console)
+
+
+def _timed(model: moe_jax.Model, ids: list[int], options: Mapping[str, Any], record: Run) -> Iterator[int]:
+    """The tokens of one prompt as they come; fills the record."""
+    counters, timings = record.counters, record.timings
+    steady_steps, steady_seconds = 0, 0.0
+    programs = model.executables
+    before = programs.stats()  # equal models share programs, so some may be there already
+    start = first = last = time.perf_counter()
+    compiled = 0
+    for step in model.generate(np.asarray([ids], np.int32), stream=True, **options):
+        token = int(step[0])
+        now = time.perf_counter()
+        record.tokens.append(token)
+        known, compiled = compiled, programs.stats().misses - before.misses
+        if len(record.tokens) == 1:
+            first = now
+            timings.time_to_first_token_seconds = now - start
+        elif compiled == known:
+            steady_steps += 1
+            steady_seconds += now - last
+        yield token
+        last = time.perf_counter()
+    timings.decode_seconds = last - first
+    timings.compile_seconds = programs.stats().compile_seconds - before.compile_seconds
+    counters.new_tokens, counters.compiled_programs = len(record.tokens), compiled
+    if steady_steps:
+        timings.tokens_per_second = steady_steps / steady_seconds
+
+
+def _start_text(prompt: str, console: Console) -> None:
+    """Show what is being continued: before the text on a terminal, else apart from it on stderr."""
+    if sys.stdout.isatty():
+        _write(f"\033[1m{prompt}\033[0m")
+    else:
+        print(f"prompt: {prompt}", file=console.file, flush=True)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _summary(name: str, device: jax.Device, record: Run) -> list[tuple[str, str]]:
+    timings, counters = record.timings, record.counters
+    rate = timings.tokens_per_second
+    return [
+        ("model", f"{name}, loaded in {timings.load_seconds:.2f} s"),
+        ("device", f"{device.device_kind} ({device.platform})"),
+        ("tokens", f"{counters.prompt_tokens} in the prompt, {counters.new_tokens} new"),
+        ("time to first token", f"{timings.time_to_first_token_seconds:.2f} s"),
+        ("tokens/s", "not measured" if rate is None else f"{rate:.1f} (steps in which nothing was compiled)"),
+        ("compiled programs", f"{counters.compiled_programs} in {timings.compile_seconds:.2f} s"),
+    ]
