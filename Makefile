@@ -1,0 +1,24 @@
+# `make demo` decodes text with the shipped model, `make test` checks everything. Both make .venv first.
+
+PYTHON := .venv/bin/python
+
+.PHONY: demo test
+
+demo: .venv/demo
+	.venv/bin/moe-jax decode --temperature 0.7 --device $$(sed 's/cuda.*/auto/' .venv/build)
+
+test: .venv/test
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	.venv/bin/pyrefly check --python-interpreter-path $(PYTHON)
+	$(PYTHON) -m pytest -n 2 --dist loadfile
+	if grep -q cuda .venv/build; then $(PYTHON) -m pytest -m gpu; fi
+
+# Each is the date of the last installation, made again when what is installed or how has changed.
+.venv/demo: pyproject.toml .ci/install .ci/find-python .ci/find-extra
+	sh .ci/install
+	touch $@
+
+.venv/test: pyproject.toml .ci/install .ci/find-python .ci/find-extra
+	sh .ci/install test notebooks
+	touch $@ .venv/demo
