@@ -29,14 +29,13 @@ both_modes = pytest.mark.parametrize("mode", ["eager", "jit"])
 
 
 def run(mode: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Eagerly, which compiles the back end as users get it, or inside one quick jit."""
+    """Eagerly, or inside one jit."""
     return quick(function, *args) if mode == "jit" else function(*args)
 
 
 def quick(function: Callable[..., Any], *args: Any) -> Any:
-    """Jitted, on a CPU without LLVM's optimisation: half the time of compiling, nearly all that a test takes."""
-    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    return jax.jit(function).lower(*args).compile(options)(*args)
+    """All of it in one jit, where eager JAX would compile each operation by itself."""
+    return jax.jit(function)(*args)
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.float32, scale: float = 1.0) -> jax.Array:
