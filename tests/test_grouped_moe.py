@@ -184,9 +184,8 @@ def test_C03_absent_experts_may_hold_nan(mode: str, backend: str) -> None:
 def test_C04_ranks_with_an_expert_map_sum_to_the_whole(mode: str, backend: str) -> None:
     config, weights = layer(8, 2, 16, 12, biases=True)
     x, r = normal(1, (3, 16)), routing([[2, 3], [0, 5], [2, 7]])
-    local = MoEConfig(router=RouterConfig(experts=2, top_k=2), activation=SWIGLU)
     total = np.zeros((3, 16))
-    step = jax.jit(moe(local, backend)) if mode == "jit" else moe(local, backend)
+    step = jax.jit(moe(config, backend)) if mode == "jit" else moe(config, backend)
     for rank in range(4):
         expert_map = np.full(8, -1, np.int32)
         expert_map[2 * rank : 2 * rank + 2] = [0, 1]

@@ -178,7 +178,8 @@ def shared(**fields: Any) -> ExpertWeights:
         (lambda: grouped_moe(X, R, WEIGHTS, CONFIG, selection_bias=LOGITS[0]), "an array", "None, or router logits"),
         (lambda: grouped_moe(X, LOGITS, WEIGHTS, CONFIG, selection_bias=LOGITS), "[3, 4]", "[4]"),
         (lambda: grouped_moe(X, LOGITS, WEIGHTS, CONFIG, backend="cuda"), "'cuda'", "auto, reference"),
-        (lambda: grouped_moe(X, R, replaced(down=WEIGHTS.down[:3]), CONFIG), "[3, 8, 6]", "[4, H, I]"),
+        (lambda: grouped_moe(X, R, replaced(down=WEIGHTS.down[:3]), CONFIG), "[4, 12, 8]", "[3, 12, 8]"),
+        (lambda: grouped_moe(X, LOGITS, layer(3, 2, 8, 6)[1], CONFIG), "3", "router.experts=4"),
         (lambda: grouped_moe(X, R, replaced(down=None), CONFIG), "NoneType", "an array"),
         (lambda: grouped_moe(X, R, replaced(gate_up=WEIGHTS.gate_up[:, :6]), CONFIG), "[4, 6, 8]", "[4, 12, 8]"),
         (lambda: grouped_moe(X, R, replaced(gate_up=WEIGHTS.gate_up.astype(HALF)), CONFIG), "bfloat16", "float32"),
@@ -188,7 +189,7 @@ def shared(**fields: Any) -> ExpertWeights:
         (lambda: grouped_moe(X, R, shared(gate_up=WEIGHTS.shared.gate_up[:5]), CONFIG), "[5, 8]", "[10, 8]"),
         (lambda: grouped_moe(X, R, shared(gate=WEIGHTS.shared.gate[0]), CONFIG), "[8]", "[1, 8]"),
         (lambda: pack_experts(None, jnp.zeros((4, 6, 8)), WEIGHTS.down, config=CONFIG), "None", "an array"),
-        (lambda: pack_experts(X, X, WEIGHTS.down, config=CONFIG), "[3, 8]", "[4, I, H]"),
+        (lambda: pack_experts(X, X, WEIGHTS.down, config=CONFIG), "[3, 8]", "[E, I, H]"),
         (
             lambda: pack_experts(jnp.zeros((4, 5, 8)), jnp.zeros((4, 6, 8)), WEIGHTS.down, config=CONFIG),
             "[4, 5, 8]",

@@ -42,8 +42,9 @@ def grouped_moe(
     Args:
         x: ``[T, H]``, bf16, f16, f32 or f64; T may be 0.
         routing: router logits, f32 ``[T, E]``, or a finished `Routing` (f32 weights and int32 ids
-            ``[T, k']``, any k' ≥ 1; ids of -1 or E add exactly 0).
-        weights: experts in the dtype of ``x``.
+            ``[T, k']``, any k' ≥ 1; ids are rows of ``weights``, and -1 or E, their number, adds exactly 0).
+        weights: experts in the dtype of ``x``. With router logits E is ``config.router.experts``; with a finished
+            routing it may be another number, e.g. the experts that live on this device.
         config: routing and activation.
         selection_bias: f32 ``[E]`` for choosing experts from logits; refused with a finished routing.
         backend: ``"auto"`` or a back end's name; `explain` says what ``"auto"`` takes.
@@ -92,6 +93,13 @@ def _check(x, routing, weights, config, selection_bias) -> None:
     sharding_refusal(where, {"x": x, "routing": routing, "weights": weights})
     if not isinstance(routing, Routing):
         check_shape(where, "router logits", routing, (x.shape[0], config.router.experts))
+        if weights.down.shape[0] != config.router.experts:
+            raise InvalidArgument(
+                "experts in weights, with router logits",
+                where=where,
+                got=weights.down.shape[0],
+                wanted=f"router.experts={config.router.experts}, or a finished Routing with ids of these weights",
+            )
         return
     if selection_bias is not None:
         raise InvalidArgument(

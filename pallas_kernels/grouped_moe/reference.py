@@ -150,7 +150,7 @@ def _pairs_forward(
     accumulate = _accumulate(x.dtype)
     if tokens == 0:
         return jnp.zeros((0, k, x.shape[1]), accumulate)
-    blocks = plan_blocks(ids, config.router.experts)
+    blocks = plan_blocks(ids, weights.down.shape[0])
 
     def block(i: Array, out: Array) -> Array:
         expert = _one_expert(weights, blocks.expert[i])
@@ -176,7 +176,7 @@ def _pairs_bwd(config, saved, grad):
     totals = jax.tree.map(lambda w: zeros_varying(w.shape, accumulate, w), weights)
     grad_x = zeros_varying(x.shape, accumulate, x)
     if x.shape[0] > 0:
-        blocks = plan_blocks(ids, config.router.experts)
+        blocks = plan_blocks(ids, weights.down.shape[0])
         grad_rows = grad.reshape(-1, grad.shape[-1])
 
         def block(carry, item):
@@ -210,7 +210,7 @@ def grouped_moe(
         down_bias=weights.down_bias,
     )
     pairs = _pairs(config, x, routing.ids, routed)
-    experts = config.router.experts
+    experts = weights.down.shape[0]
     # By select, not by weight 0: the weight of an expert that lives elsewhere may be anything.
     present = (routing.ids >= 0) & (routing.ids < experts)
     scale = jnp.where(present, routing.weights, 0).astype(pairs.dtype)

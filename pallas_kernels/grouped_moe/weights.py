@@ -68,16 +68,16 @@ class ExpertWeights:
 
 
 def check_weights(where: str, weights: ExpertWeights, config: MoEConfig, dtype: Any) -> None:
-    """Refuse weights that do not fit the config or each other.
+    """Refuse weights that do not fit the activation or each other; how many experts they hold is the caller's to check.
 
     Raises:
         InvalidArgument: naming the array, its shape or dtype, and the one wanted.
     """
     if not isinstance(weights, ExpertWeights):
         raise InvalidArgument("type of weights", where=where, got=type(weights).__name__, wanted="ExpertWeights")
-    experts, act = config.router.experts, config.activation
-    check_shape(where, "weights.down", weights.down, (experts, "H", "I"))
-    _, hidden, inner = weights.down.shape
+    act = config.activation
+    check_shape(where, "weights.down", weights.down, ("E", "H", "I"))
+    experts, hidden, inner = weights.down.shape
     wanted: dict[str, tuple[Any, tuple[int, ...]]] = {
         "weights.down": (weights.down, (experts, hidden, inner)),
         "weights.gate_up": (weights.gate_up, (experts, act.rows(inner), hidden)),
@@ -119,9 +119,8 @@ def pack_experts(
         InvalidArgument: shapes or dtypes that do not belong together, or a gate where there is none.
     """
     where, act = "pack_experts", config.activation
-    experts = config.router.experts
-    check_shape(where, "up", up, (experts, "I", "H"))
-    _, inner, hidden = up.shape
+    check_shape(where, "up", up, ("E", "I", "H"))
+    experts, inner, hidden = up.shape
     if (gate is None) == act.gated:
         got = "None" if gate is None else "an array"
         wanted = "an array" if act.gated else "None"
@@ -133,6 +132,7 @@ def pack_experts(
         check_dtype(where, "gate", gate, (up.dtype,))
         axis = 2 if act.layout == "interleaved" else 1
         gate_up = jnp.stack([gate, up], axis=axis).reshape(experts, 2 * inner, hidden)
+    check_shape(where, "down", down, (experts, hidden, inner))
     weights = ExpertWeights(gate_up=gate_up, down=jnp.asarray(down))
     check_weights(where, weights, config, up.dtype)
     return weights

@@ -11,6 +11,7 @@ from . import reference
 from .config import RouterConfig, Routing
 
 ROUTE = Operation("route", (Backend("reference", reference.route, lambda *_: None),))
+ROUTER_LOGITS = Operation("router_logits", (Backend("reference", reference.router_logits, lambda *_: None),))
 
 
 def route(
@@ -60,6 +61,7 @@ def router_logits(
 
     Raises:
         InvalidArgument: wrong shape, or different dtypes.
+        CannotServe: sharded arguments outside ``shard_map``.
     """
     where = "router_logits"
     check_shape(where, "x", x, ("T", "H"))
@@ -69,4 +71,5 @@ def router_logits(
     if bias is not None:
         check_shape(where, "bias", bias, (kernel.shape[0],))
         check_dtype(where, "bias", bias, (x.dtype, jnp.float32))
-    return reference.router_logits(x, kernel, bias)
+    sharding_refusal(where, {"x": x, "kernel": kernel, "bias": bias})
+    return ROUTER_LOGITS(x, kernel, bias)

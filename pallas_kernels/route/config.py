@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -54,6 +55,10 @@ class RouterConfig:
             if not ok:
                 raise InvalidArgument(problem, where="RouterConfig", got=got, wanted=wanted)
 
+        for name in ("experts", "top_k", "groups", "groups_kept"):
+            value = getattr(self, name)
+            check(type(value) is int, f"type of {name}", repr(value), "an int")
+        check(math.isfinite(self.scaling_factor), "scaling_factor", self.scaling_factor, "a finite number")
         check(self.experts >= 1, "experts", self.experts, "at least 1")
         check(1 <= self.top_k <= self.experts, "top_k", self.top_k, f"1 to experts={self.experts}")
         check(
