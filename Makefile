@@ -4,6 +4,8 @@ PYTHON := .venv/bin/python
 
 .PHONY: demo test
 
+# The device follows the build that .ci/install noted there ("$$" is the shell's "$"): with a CUDA build `auto`, which
+# never takes the CPU in silence; with the CPU build `cpu`, as `auto` would refuse a GPU whose driver is too old.
 demo: .venv/demo
 	.venv/bin/moe-jax decode --temperature 0.7 --device $$(sed 's/cuda.*/auto/' .venv/build)
 

@@ -2,7 +2,9 @@
 
     benchmarks/kjv_text.sh kjv.txt
     python benchmarks/train_tiny.py --text kjv.txt --out moe_jax/assets/tiny_moe \\
-        --record benchmarks/results/tiny_moe.json
+        --record benchmarks/results/tiny_moe.json --steps 1826 --minutes 5.2 --evaluate-every 100
+
+is the command of the recorded run, which trained for 140 s on one H200.
 
 A Qwen3-MoE-shaped byte-level BPE language model. Chapters are dealt into three parts: 90 % to train on,
 5 % to decide when to stop, and 5 % that nothing is chosen by, on which the reported bits per byte are
@@ -12,6 +14,7 @@ measured with the weights as saved (bf16).
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import time
@@ -219,6 +222,8 @@ def train(args: argparse.Namespace, console: Console) -> None:
         "device": jax.devices()[0].device_kind,
         "versions": {"moe_jax": moe_jax.__version__, "jax": jax.__version__, "optax": optax.__version__},
         "arguments": {name: value for name, value in vars(args).items() if not isinstance(value, Path)},
+        "text_sha256": sha256(args.text),
+        "model_sha256": sha256(args.out / "model.safetensors"),
         "parameters": parameters,
         "train_tokens": len(stream),
         "train_bytes": len("".join(train_text).encode()),
@@ -229,6 +234,10 @@ def train(args: argparse.Namespace, console: Console) -> None:
     }
     args.record.write_text(json.dumps(result, indent=1) + "\n")
     console.print(f"test {result['test_bits_per_byte']:.3f} bits/byte as saved in {args.out}")
+
+
+def sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def save(out: Path, config: ModelConfig, module: Decoder, tokenizer: Tokenizer) -> None:

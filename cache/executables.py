@@ -62,7 +62,7 @@ class Executables:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._reset_counts()
 
-    def get(
+    def get_or_compile(
         self, key: str, function: Callable[..., Any], arguments: Sequence[Any], *, donate_argnums: tuple[int, ...] = ()
     ) -> Compiled:
         """The program under ``key``, compiled now if it is not there.

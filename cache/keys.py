@@ -89,8 +89,8 @@ def _encode(value: Any, path: str) -> bytes:
             parts = (tuple(mesh.shape.items()), tuple(str(kind) for kind in mesh.axis_types), mesh.devices.flat)
             encoded = (_encode(tuple(part), path) for part in parts)
             return _tagged("sharded", *encoded, str(value.spec).encode(), str(value.memory_kind).encode())
-        case jax.tree_util.PyTreeDef() if " at 0x" not in str(value):
-            return _tagged("tree", str(value).encode())
+        case jax.tree_util.PyTreeDef():
+            return _tree(value, path)
     # np.float32 and jnp.float32 both stand for the dtype.
     if isinstance(value, type) and (issubclass(value, np.generic) or isinstance(getattr(value, "dtype", 0), np.dtype)):
         return _tagged("dtype", _dtype(np.dtype(value)))
@@ -108,6 +108,16 @@ def _encode(value: Any, path: str) -> bytes:
         got=f"a {type(value).__module__}.{type(value).__qualname__}",
         wanted="numbers, strings, enums, tuples, dicts, dtypes, shapes or frozen dataclasses of these",
     )
+
+
+def _tree(tree: jax.tree_util.PyTreeDef, path: str) -> bytes:
+    """Node by node: the text of a structure shortens long auxiliary data, so unequal ones can read the same."""
+    node = tree.node_data()
+    if node is None:
+        return _tagged("leaf")
+    kind, auxiliary = node
+    children = [_encode(child, f"{path}.children[{i}]") for i, child in enumerate(tree.children())]
+    return _tagged("node", _name(kind), _encode(auxiliary, f"{path}.auxiliary"), *children)
 
 
 def _dtype(dtype: np.dtype) -> bytes:

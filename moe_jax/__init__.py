@@ -18,7 +18,10 @@ from moe_jax import versions
 try:
     versions.check(jax)
 except versions.UnsupportedVersion as error:
-    if Path(sys.argv[0]).name == "moe-jax":  # the command, too, stops with one line and no traceback
+    # The command, by either of its names, stops with one line and no traceback. Python puts "-m" there while it
+    # looks for the module to run.
+    command = Path(sys.argv[0]).name
+    if command == "moe-jax" or (command == "-m" and "moe_jax" in sys.orig_argv):
         raise SystemExit(f"error: {error}") from error
     raise
 
@@ -43,6 +46,7 @@ __all__ = [
     "errors",
     "explain",
     "grouped_moe",
+    "hf_names",
     "linen",
     "load",
     "load_balancing_loss",
@@ -53,7 +57,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from moe_jax import errors, linen, nnx
+    from moe_jax import errors, hf_names, linen, nnx
     from moe_jax.errors import CannotServe, CheckpointError, InvalidArgument, MoeJaxError, SlowPathWarning
     from moe_jax.loading import load
     from moe_jax.losses import load_balancing_loss
@@ -92,6 +96,7 @@ _HOMES = {
     "errors": "moe_jax.errors",
     "explain": _GROUPED_MOE,
     "grouped_moe": _GROUPED_MOE,
+    "hf_names": "moe_jax.hf_names",
     "linen": "moe_jax.linen",
     "load": "moe_jax.loading",
     "load_balancing_loss": "moe_jax.losses",

@@ -18,6 +18,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from moe_jax.errors import CannotServe
 from moe_jax.pallas_kernels.dispatch import Choice
 
 PACKAGES = (
@@ -100,10 +101,10 @@ def examine() -> Machine:
     driver = find_driver()
     complaint, devices = None, ()
     try:
-        devices = tuple(_describe(device) for device in jax.devices())
+        devices = tuple(_describe(device) for device in start_devices())
         if driver and not any(device.platform == "gpu" for device in devices):
             jax.devices("cuda")  # says why there is none
-    except RuntimeError as error:
+    except (RuntimeError, CannotServe) as error:
         complaint = str(error)
     return Machine(
         python=platform.python_version(),
@@ -114,6 +115,21 @@ def examine() -> Machine:
         complaint=complaint,
         libraries=_loaded_libraries(),
     )
+
+
+def start_devices() -> list[jax.Device]:
+    """`jax.devices()`, with words where JAX has none.
+
+    Raises:
+        CannotServe: JAX_PLATFORMS names only platforms that JAX has no plugin for (a bare AssertionError of JAX's).
+    """
+    try:
+        return jax.devices()
+    except AssertionError as error:
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        raise CannotServe(
+            "JAX starts no device", where="jax.devices()", got=f"JAX_PLATFORMS={platforms!r}", wanted="it unset"
+        ) from error
 
 
 def find_driver() -> str | None:

@@ -73,29 +73,31 @@ def split(module: nnx.Module) -> Weights:
     return Weights((graphdef, tree), arrays)
 
 
-def bucket(length: int) -> int:
-    """The power of two, at least 16, that a length is padded to."""
-    return max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length())
+def bucket(length: int, most: int) -> int:
+    """What a length is padded to: the power of two, at least 16, but no more than ``most``, the model's positions."""
+    return min(max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length()), most)
 
 
 def logits(
-    tokens: Int32[np.ndarray, "B T"], weights: Weights, executables: Executables, weights_key: str
+    tokens: Int32[np.ndarray, "B T"], max_positions: int, weights: Weights, executables: Executables, weights_key: str
 ) -> Float32[Array, "B T V"]:
     """Logits at every position, computed at the length's bucket (later positions cannot reach earlier ones)."""
     length = tokens.shape[1]
-    padded = np.pad(tokens, ((0, 0), (0, bucket(length) - length)))
+    padded = np.pad(tokens, ((0, 0), (0, bucket(length, max_positions) - length)))
 
     def run(arrays, tokens):
         return _merge(weights, arrays)(tokens)
 
     key = program_key("logits", jax.__version__, weights_key, padded.shape)
-    return executables.get(key, run, (weights.arrays, padded))(weights.arrays, padded)[:, :length]
+    found = executables.get_or_compile(key, run, (weights.arrays, padded))(weights.arrays, padded)
+    return found if length == padded.shape[1] else _first(found, length)
 
 
 def steps(
     prompts: Sequence[Sequence[int]],
     count: int,
     parameters: Sampling,
+    max_positions: int,
     weights: Weights,
     executables: Executables,
     weights_key: str,
@@ -103,13 +105,13 @@ def steps(
     """Tokens and log-probabilities, step by step, ``count`` times; the caller stops when all rows have ended.
 
     At most two programs are compiled, whatever ``count`` is: one reads the prompts, one makes a step. Prompt
-    lengths and prompt plus ``count`` are rounded up to powers of two, so that few different programs exist.
+    lengths and prompt plus ``count`` are rounded up to buckets, so that few different programs exist.
     """
     lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-    tokens = np.zeros((len(prompts), bucket(int(lengths.max()))), np.int32)
+    tokens = np.zeros((len(prompts), bucket(int(lengths.max()), max_positions)), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    capacity = bucket(int(lengths.max()) + count)
+    capacity = bucket(int(lengths.max()) + count, max_positions)
     arrays = weights.arrays
     parameters = jax.device_put(parameters, arrays[0].sharding)
 
@@ -123,13 +125,13 @@ def steps(
 
     common = (jax.__version__, weights_key, len(prompts), capacity)
     first = (arrays, tokens, lengths, parameters)
-    now = executables.get(program_key("prefill", tokens.shape[1], *common), prefill, first)(*first)
+    now = executables.get_or_compile(program_key("prefill", tokens.shape[1], *common), prefill, first)(*first)
     run = None
     for index in range(count):
         following = None
         if index + 1 < count:
             given = (arrays, now.tokens, now.lengths, now.cache, parameters)
-            run = run or executables.get(program_key("step", *common), step, given, donate_argnums=(2, 3))
+            run = run or executables.get_or_compile(program_key("step", *common), step, given, donate_argnums=(2, 3))
             following = run(*given)
         yield np.asarray(now.tokens), np.asarray(now.logprobs)
         if following is not None:
@@ -157,13 +159,21 @@ def parse_stop(stop: Any, end_tokens: Sequence[int], vocabulary: int, tokenizer:
     """Stop conditions of a user, with the model's own end-of-sequence tokens.
 
     Args:
-        stop: None, a token id, a string, or a list whose items are ids, strings, or lists of ids (a sequence).
+        stop: None, a token id, a string, or a list, tuple or array whose items are ids, strings, or lists of ids (a
+            sequence).
 
     Raises:
-        InvalidArgument: an item of another kind, an id out of the vocabulary, or a string without a tokenizer.
+        InvalidArgument: another type or an item of another kind, an id out of the vocabulary, or a string without a
+            tokenizer.
     """
     where = "generate(stop=…)"
-    items = [] if stop is None else [stop] if isinstance(stop, (int, np.integer, str)) else list(stop)
+    stop = _plain(stop)
+    stop = [] if stop is None else [stop] if isinstance(stop, (int, np.integer, str)) else stop
+    if not isinstance(stop, (list, tuple)):
+        raise InvalidArgument(
+            "type of stop", where=where, got=repr(stop), wanted="an id, a string, or a list, tuple or array of them"
+        )
+    items = [_plain(item) for item in stop]
     tokens, sequences, strings = set(end_tokens), [], []
     for item in items:
         if isinstance(item, str):
@@ -176,7 +186,7 @@ def parse_stop(stop: Any, end_tokens: Sequence[int], vocabulary: int, tokenizer:
             strings.append(item)
             continue
         ids = [item] if isinstance(item, (int, np.integer)) else item
-        listed = isinstance(ids, (list, tuple, np.ndarray)) and len(ids) > 0
+        listed = isinstance(ids, (list, tuple)) and len(ids) > 0
         if not listed or not all(_is_token(i, vocabulary) for i in ids):
             raise InvalidArgument(
                 "stop item", where=where, got=repr(item), wanted=f"a string, an id under {vocabulary}, or a list of ids"
@@ -186,6 +196,10 @@ def parse_stop(stop: Any, end_tokens: Sequence[int], vocabulary: int, tokenizer:
         else:
             sequences.append(tuple(int(i) for i in ids))
     return Stop(frozenset(tokens), tuple(sequences), tuple(strings))
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def _is_token(value: Any, vocabulary: int) -> bool:
@@ -223,6 +237,19 @@ def _still_live(
 ) -> Bool[np.ndarray, " B"]:
     on = [bool(alive) and not check(int(token)) for alive, token, check in zip(live, tokens, checks, strict=True)]
     return np.asarray(on)
+
+
+def _first(found: Float32[Array, "B T V"], length: int) -> Float32[Array, "B length V"]:
+    """The first ``length`` positions.
+
+    An array of one CPU device is cut by NumPy, which reads its memory in place: JAX would compile one more program for
+    every length. On other devices JAX does that, because the way through the host would cost a transfer each call.
+    As with JAX's own cut, the result is bound to its device only if ``found`` is.
+    """
+    devices = found.sharding.device_set
+    if len(devices) > 1 or next(iter(devices)).platform != "cpu":
+        return found[:, :length]
+    return jax.device_put(np.asarray(found)[:, :length], found.sharding if found.committed else None)
 
 
 def _merge(weights: Weights, arrays: list[Array]) -> Any:

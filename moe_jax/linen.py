@@ -37,7 +37,9 @@ class MoE(linen.Module):
         param_dtype: dtype of the parameters.
         kernel_init: called per expert with the shape ``(in, out)``, like Flax's own.
         partitioning: mesh axis names by parameter name, boxed as `linen.Partitioned`, e.g.
-            ``{"gate_up": ("expert", None, None)}``.
+            ``{"gate_up": ("expert", None, None)}``. By name, and not by wrapping ``kernel_init`` in
+            `linen.with_partitioning`, because one initialiser makes arrays of several shapes here and sees those of
+            one expert, without the expert axis.
     """
 
     hidden_features: int

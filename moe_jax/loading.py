@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from .errors import InvalidArgument
 from .model import Model
 from .tokenizer import Tokenizer
 
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_REPOSITORY = re.compile(r"(?!\.\.?/)[\w.-]+/(?!\.\.?$)[\w.-]+")  # no part is . or ..
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "chat_template.jinja"]
 
 
@@ -25,6 +27,7 @@ def load(
     dtype: Any = None,
     device: str | jax.Device | None = None,
     progress: Callable[[int, int], None] | None = None,
+    strict: bool = False,
 ) -> Model:
     """Load a model from a Hugging Face folder.
 
@@ -34,13 +37,14 @@ def load(
         dtype: of the parameters; None keeps the checkpoint's.
         device: ``"cpu"``, ``"cuda"`` (or ``"gpu"``) or a `jax.Device`; None takes JAX's default.
         progress: called with (bytes done, bytes in all) while weights load.
+        strict: raise, instead of warn, when the folder holds tensors of a draft head, which are not loaded.
 
     Raises:
         CheckpointError: the folder is no checkpoint that can be loaded; says which file and why.
-        InvalidArgument: no such folder, or no such device.
+        InvalidArgument: no such folder or device, a repository that cannot be had, or a dtype parameters cannot have.
     """
     folder = checkpoint_folder(path)
-    config, module = load_module(folder, dtype=dtype, device=_device(device), progress=progress)
+    config, module = load_module(folder, dtype=dtype, device=_device(device), progress=progress, strict=strict)
     return Model(config, module, Tokenizer.from_folder(folder))
 
 
@@ -65,14 +69,18 @@ def checkpoint_folder(path: str | Path | None) -> Path:
     """The folder that `load` reads: the shipped model's, the one named, or a repository's in the local cache."""
     if path is None:
         return Path(__file__).parent / "assets" / "tiny_moe"
-    folder = Path(path).expanduser()
+    if not isinstance(path, (str, Path)) or not str(path):
+        raise InvalidArgument("model", where="load", got=repr(path), wanted="a folder, a repository id, or None")
+    folder = Path(os.path.expanduser(path))  # leaves the ~ of an unknown user, where Path.expanduser raises
     if folder.is_dir():
         return folder
+    wanted = "a checkpoint folder, or a repository id 'org/name'"
     if isinstance(path, str) and _REPOSITORY.fullmatch(path):
-        return _from_hub(path)
-    raise InvalidArgument(
-        "no such model", where="load", got=repr(str(path)), wanted="a checkpoint folder, or a repository id 'org/name'"
-    )
+        first = path.split("/")[0]
+        if not Path(first).is_dir():
+            return _from_hub(path)
+        wanted = f"a checkpoint folder ({first!r} is a folder here, so this is taken for a path, not for a repository)"
+    raise InvalidArgument("no such folder", where="load", got=repr(str(path)), wanted=wanted)
 
 
 def _from_hub(repository: str) -> Path:
@@ -86,14 +94,16 @@ def _from_hub(repository: str) -> Path:
             got=repr(repository),
             wanted="`pip install 'moe-jax[hub]'`, or a checkpoint folder",
         ) from error
+
+    def snapshot(**options: Any) -> Path:
+        return Path(snapshot_download(repository, allow_patterns=_HUB_FILES, **options))
+
     try:
-        cached = Path(snapshot_download(repository, allow_patterns=_HUB_FILES, local_files_only=True))
-        if _complete(cached):
-            return cached
-    except LocalEntryNotFoundError:
-        pass
-    try:
-        return Path(snapshot_download(repository, allow_patterns=_HUB_FILES))
+        with contextlib.suppress(LocalEntryNotFoundError):
+            cached = snapshot(local_files_only=True)
+            if _complete(cached):
+                return cached
+        return snapshot()
     except Exception as error:  # network, permission and naming errors have no common base
         raise InvalidArgument(
             "cannot get the repository",
@@ -107,8 +117,11 @@ def _complete(folder: Path) -> bool:
     """Whether a cached snapshot has its config and all the weight files that its index names."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
-        weights = all((folder / name).is_file() for name in names)
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            weights = all((folder / name).is_file() for name in names)
+        except (ValueError, KeyError, TypeError, AttributeError):  # cut off, or no index at all
+            return False
     else:
         weights = any(folder.glob("*.safetensors"))
     return weights and (folder / "config.json").is_file()

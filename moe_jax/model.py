@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from moe_jax.errors import InvalidArgument
 from . import generation
 from .models.config import ModelConfig
 from .sampling import sampling
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, remove_tokenizer
 
 Tokens = Int32[np.ndarray, "B N"]
 Logprobs = Float32[np.ndarray, "B N"]
@@ -28,16 +29,15 @@ Prompts = Any  # Int[B, T] or Int[T], lists of ids, strings, chat messages: see 
 _stores: dict[tuple[Any, ...], Executables] = {}
 _stores_lock = threading.Lock()
 
-StopSpec = int | str | Sequence[int | str | Sequence[int]] | None
+StopSpec = int | str | Sequence[int | str | Sequence[int]] | np.ndarray | None
 
 
 class Model:
     """A language model with its tokenizer.
 
     ``module`` is an ordinary NNX module: replace it, or any part or value of it, and the next call uses what is
-    there then. It is split once at the start of each call (3 ms at 130 arrays, 10 ms at 430), never for each step;
-    programs are compiled anew only when its structure, shapes, dtypes or devices have changed. Models of equal
-    structure share their programs.
+    there then. It is split once at the start of each call, never for each step; programs are compiled anew only when
+    its structure, shapes, dtypes or devices have changed. Models of equal structure share their programs.
 
     Attributes:
         config: what the model is.
@@ -52,7 +52,7 @@ class Model:
     @property
     def executables(self) -> Executables:
         """The compiled programs of the module's present structure."""
-        return self._split()[1]
+        return self._split("executables")[1]
 
     @property
     def pad_token_id(self) -> int:
@@ -64,16 +64,19 @@ class Model:
     def __call__(self, tokens: Int[Array, "B T"]) -> Float32[Array, "B T V"]:
         """Next-token logits after every position.
 
-        Compiled for each batch size and power of two of T (at least 16); shorter inputs are padded on the right and
-        cut again. For gradients, or inside your own ``jit``, call ``model.module`` instead.
+        Compiled for each batch size and power of two of T (at least 16, at most ``config.max_positions``); shorter
+        inputs are padded on the right and cut again, which on an accelerator compiles a small copy for each T. For
+        gradients, or inside your own ``jit``, call ``model.module`` instead.
 
         Args:
             tokens: ``[B, T]``, at most ``config.max_positions`` of them in a row.
 
         Raises:
-            InvalidArgument: another shape or dtype, a token out of the vocabulary, or too many tokens.
+            InvalidArgument: another shape or dtype, a token out of the vocabulary, too many tokens, or a call from
+                within a transformation.
         """
         where = "model(tokens)"
+        _refuse_traced(where, tokens)
         ids = np.asarray(tokens)
         if ids.ndim != 2 or 0 in ids.shape:
             raise InvalidArgument("shape of tokens", where=where, got=list(ids.shape), wanted="[B, T], neither 0")
@@ -82,7 +85,7 @@ class Model:
             raise InvalidArgument(
                 "length", where=where, got=ids.shape[1], wanted=f"at most max_positions={self.config.max_positions}"
             )
-        return generation.logits(ids.astype(np.int32), *self._split())
+        return generation.logits(ids.astype(np.int32), self.config.max_positions, *self._split(where))
 
     @overload
     def generate(
@@ -172,16 +175,17 @@ class Model:
             raise InvalidArgument(
                 "max_new_tokens", where=where, got=repr(max_new_tokens), wanted="an integer, 1 or more"
             )
+        count = operator.index(max_new_tokens)
         longest = max(len(row) for row in rows)
-        if longest + max_new_tokens > self.config.max_positions:
+        if longest + count > self.config.max_positions:
             raise InvalidArgument(
                 "prompt and max_new_tokens together",
                 where=where,
-                got=f"{longest} + {max_new_tokens} tokens",
+                got=f"{longest} + {count} tokens",
                 wanted=f"at most max_positions={self.config.max_positions}",
             )
         ends = generation.parse_stop(stop, self.config.eos_token_ids, self.config.vocab_size, self.tokenizer)
-        raw = generation.steps(rows, max_new_tokens, parameters, *self._split())
+        raw = generation.steps(rows, count, parameters, self.config.max_positions, *self._split(where))
         padded = generation.endings(raw, len(rows), ends, self.pad_token_id, self.tokenizer)
         if stream:
             return padded if logprobs else (tokens for tokens, _ in padded)
@@ -189,16 +193,22 @@ class Model:
         return (tokens, scores) if logprobs else tokens
 
     def save(self, path: str | Path) -> None:
-        """Write a Hugging Face folder: config, weights, and the tokenizer's files if there is one."""
+        """Write a Hugging Face folder: config, weights, and the tokenizer's files if there is one.
+
+        A checkpoint that was in the folder is replaced, its tokenizer too, or removed when this model has none.
+        """
         from moe_jax.checkpoint import save_module
 
         save_module(self.config, self.module, path)
-        if self.tokenizer is not None:
+        if self.tokenizer is None:
+            remove_tokenizer(path)
+        else:
             self.tokenizer.save(path)
 
-    def _split(self) -> tuple[generation.Weights, Executables, str]:
+    def _split(self, where: str) -> tuple[generation.Weights, Executables, str]:
         """The module as it is now, the programs of its structure, and the key of its arrays' shapes."""
         weights = generation.split(self.module)
+        _refuse_traced(where, *weights.arrays)
         signature = weights.signature()
         # Comparing with the last one is much faster than hashing.
         last = self._programs
@@ -246,6 +256,17 @@ class Model:
             )
 
 
+def _refuse_traced(where: str, *values: Any) -> None:
+    for value in values:
+        if isinstance(value, jax.core.Tracer):
+            raise InvalidArgument(
+                "call from within jit, grad or another transformation",
+                where=where,
+                got=f"a tracer of {value.aval.str_short()}",
+                wanted="arrays with values; there, call model.module instead",
+            )
+
+
 def _executables(signature: tuple[Any, ...]) -> Executables:
     """The programs of one module structure, compared by value; the least recently used of 16 structures is dropped."""
     with _stores_lock:
@@ -260,6 +281,7 @@ def _separate(prompts: Prompts) -> list[Any]:
     """One item for each prompt, whatever form they come in."""
     where = "generate(prompts)"
     wanted = "integers [B, T] or [T], lists of ids, strings, or chat messages"
+    _refuse_traced(where, prompts)
     if isinstance(prompts, (str, Mapping)):
         if isinstance(prompts, Mapping):
             raise InvalidArgument("one chat message", where=where, got="a dict", wanted="a list of messages")

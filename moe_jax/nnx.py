@@ -86,7 +86,9 @@ class MoE(nnx.Module):
             param_dtype: dtype of the parameters.
             kernel_init: called per expert with the shape ``(in, out)``, like Flax's own.
             partitioning: mesh axis names by parameter name, kept as Flax's ``out_sharding`` metadata, e.g.
-                ``{"gate_up": ("expert", None, None)}``. `nnx.get_partition_spec` reads them.
+                ``{"gate_up": ("expert", None, None)}``. `nnx.get_partition_spec` reads them. By name, and not by
+                wrapping ``kernel_init`` in `nnx.with_partitioning`, because one initialiser makes arrays of several
+                shapes here and sees those of one expert, without the expert axis.
             rngs: its ``params`` stream gives the keys.
 
         Raises:

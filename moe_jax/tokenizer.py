@@ -9,6 +9,8 @@ from typing import Any, SupportsInt
 
 from moe_jax.errors import CheckpointError, InvalidArgument
 
+# What `Tokenizer.from_folder` reads.
+_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _REPLACEMENT = "\ufffd"  # what a decoder puts where bytes are no (or not yet a) character
 
 
@@ -72,8 +74,9 @@ class Tokenizer:
         return cls(fast, config, template)
 
     def save(self, folder: str | Path) -> None:
-        """Write ``tokenizer.json`` and ``tokenizer_config.json``."""
+        """Write ``tokenizer.json`` and ``tokenizer_config.json`` in the place of any tokenizer that was there."""
         folder = Path(folder)
+        remove_tokenizer(folder)
         self._tokenizer.save(str(folder / "tokenizer.json"))
         config = dict(self._config)
         if self.chat_template is not None:
@@ -82,7 +85,17 @@ class Tokenizer:
         (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids of a text; ``add_special`` lets the tokenizer add its own (such as bos)."""
+        """Token ids of a text; ``add_special`` lets the tokenizer add its own (such as bos).
+
+        Raises:
+            InvalidArgument: text that is no Unicode, such as a command-line argument of other bytes.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgument(
+                "text", where="encode", got=f"{text[error.start]!r} at {error.start}", wanted="valid Unicode"
+            ) from error
         return self._tokenizer.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, ids: Iterable[SupportsInt], skip_special: bool = True) -> str:
@@ -174,6 +187,12 @@ class TextStream:
     def _new_text(self) -> str:
         before = self._tokenizer.decode(self._ids[self._context : self._shown])
         return self._tokenizer.decode(self._ids[self._context :])[len(before) :]
+
+
+def remove_tokenizer(folder: str | Path) -> None:
+    """Delete a folder's tokenizer, if it has one."""
+    for name in _FILES:
+        (Path(folder) / name).unlink(missing_ok=True)
 
 
 def _template_of(entry: Any) -> str | None:

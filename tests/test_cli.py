@@ -260,6 +260,7 @@ def test_C114_doctor_exits_1_with_the_remedy(command, monkeypatch):
     [
         (["decode", "--model", "/no/such/folder"], 2, "/no/such/folder"),
         (["info", "/no/such/folder"], 2, "/no/such/folder"),
+        (["decode", "--model", "../nothing"], 2, "no such folder: got '../nothing'"),
         (["decode", "--model", "{checkpoint}", "--top-p", "2"], 2, "top_p"),
         (["decode", "--model", "{checkpoint}", "--max-new-tokens", "1000"], 2, "max_positions=128"),
         (["decode", "--model", "{empty}"], 1, "config.json"),

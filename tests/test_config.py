@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from checkpoint_files import small_config
 from moe_jax.errors import CheckpointError, InvalidArgument
 from moe_jax.models.config import ModelConfig, RopeConfig
-from moe_jax.models.families import FAMILIES, parse_config, to_hf
+from moe_jax.models.families import FAMILIES, config_to_hf, parse_config
 from moe_jax.pallas_kernels.grouped_moe import Activation, MoEConfig
 from moe_jax.pallas_kernels.route import RouterConfig
 
@@ -454,13 +454,13 @@ def configs(draw: st.DrawFn) -> ModelConfig:
 
 @settings(max_examples=300, deadline=None)
 @given(configs())
-def test_to_hf_parses_back_equal(config):
-    assert parse_config(json.loads(json.dumps(to_hf(config)))) == config
+def test_config_to_hf_parses_back_equal(config):
+    assert parse_config(json.loads(json.dumps(config_to_hf(config)))) == config
 
 
-def test_to_hf_says_what_a_family_cannot():
+def test_config_to_hf_says_what_a_family_cannot():
     config = parse_config(small_config("mixtral"))
-    assert parse_config(to_hf(replace(config, windows=(None, None)))) == config
+    assert parse_config(config_to_hf(replace(config, windows=(None, None)))) == config
     for changes, message in (
         ({"qk_norm": "head"}, "qk_norm: got head, wanted None, as mixtral has it"),
         ({"windows": (3, None)}, r"windows: got \(3, None\), wanted \(3, 3\)"),
@@ -468,8 +468,8 @@ def test_to_hf_says_what_a_family_cannot():
         ({"family": "llama"}, "family: got 'llama', wanted one of"),
         ({"moe": replace(config.moe, router=RouterConfig(experts=5, top_k=2))}, "moe: got .*as mixtral has it"),
     ):
-        with pytest.raises(InvalidArgument, match=f"^to_hf: {message}"):
-            to_hf(replace(config, **changes))
+        with pytest.raises(InvalidArgument, match=f"^config_to_hf: {message}"):
+            config_to_hf(replace(config, **changes))
 
 
 FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("*/config.json"))
@@ -478,4 +478,4 @@ FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("*/config.json"))
 @pytest.mark.parametrize("file", FIXTURES, ids=lambda file: file.parent.name)
 def test_configs_written_by_transformers_round_trip(file):
     config = parse_config(json.loads(file.read_text()))
-    assert parse_config(to_hf(config)) == config
+    assert parse_config(config_to_hf(config)) == config

@@ -60,6 +60,17 @@ def test_bfloat16_stays_bfloat16_and_logits_are_float32():
     assert logits.dtype == jnp.float32 and past[0].keys.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs_on_the_cpu(dtype):
+    config = tiny_config("qwen3_moe")
+    ids = tokens(1, 4)
+    wide = tiny_module(config)
+    graph, state = nnx.split(wide)
+    half = nnx.merge(graph, jax.tree.map(lambda x: x.astype(dtype), state))
+    got, want = (np.asarray(jax.jit(lambda m=m: m(ids))()) for m in (half, wide))
+    assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
+
+
 def test_window_is_the_query_and_the_tokens_just_before():
     mask = np.asarray(visible(jnp.asarray([[0, 1, 4]], jnp.int32), 6, 3))[0, 0]
     assert [list(np.flatnonzero(row)) for row in mask] == [[0], [0, 1], [2, 3, 4]]
@@ -78,16 +89,27 @@ def test_windows_limit_what_a_token_can_see():
     assert np.abs(a[0, 7] - b[0, 7]).max() > 1e-6
 
 
-def test_grouped_heads_and_blocks_of_queries_equal_a_plain_formula(monkeypatch):
+@pytest.mark.parametrize("length", [32, 29, 17, 15])
+def test_grouped_heads_and_blocks_of_queries_equal_a_plain_formula(length, monkeypatch):
     monkeypatch.setattr(attention, "_QUERY_BLOCK", 8)
-    keys = jax.random.split(jax.random.key(0), 3)
-    q = jax.random.normal(keys[0], (2, 32, 4, 8))
-    kv = KV(jax.random.normal(keys[1], (2, 32, 2, 8)), jax.random.normal(keys[2], (2, 32, 2, 8)))
-    positions = jnp.broadcast_to(jnp.arange(32, dtype=jnp.int32), (2, 32))
-    got = jax.jit(attend, static_argnums=3)(q, kv, positions, 6)
+    masks: list[tuple[int, ...]] = []
+
+    def spy(positions: jax.Array, keys: int, window: int | None) -> jax.Array:
+        masks.append((positions.shape[1], keys))
+        return visible(positions, keys, window)
+
+    monkeypatch.setattr(attention, "visible", spy)
+    q, k, v = (np.random.default_rng(0).normal(size=(2, length, n, 8)).astype(np.float32) for n in (4, 2, 2))
+    kv = KV(jnp.asarray(k), jnp.asarray(v))
+    positions = jnp.asarray(np.broadcast_to(np.arange(length, dtype=np.int32), (2, length)))
+    # A new function each time: what is traced depends on the block size set above.
+    got = jax.jit(lambda *a: attend(*a, 6))(jnp.asarray(q), kv, positions)
+    assert got.shape == q.shape
+    # No mask of all queries by all keys for a length over two blocks, whether or not blocks divide it.
+    assert set(masks) == {(8 if length > 16 else length, length)}
     q64, k64, v64 = (np.asarray(x, np.float64) for x in (q, *kv))
     scores = np.einsum("btnd,bsnd->bnts", q64, np.repeat(k64, 2, 2)) / np.sqrt(8)
-    age = np.arange(32)[:, None] - np.arange(32)
+    age = np.arange(length)[:, None] - np.arange(length)
     scores = np.where((age >= 0) & (age < 6), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)

@@ -214,3 +214,16 @@ def test_this_gpu_is_usable():
     assert any(device.capability for device in machine.devices)
     assert any(name.startswith("libcublas") or name.startswith("libcudart") for name in machine.libraries)
     assert devices.choose(devices.DeviceName.cuda).platform == "gpu"
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["info"], ["decode"], ["decode", "--device", "cuda"]])
+def test_a_platform_without_a_plugin_is_named(command: list[str]) -> None:
+    if doctor.find_driver() is not None:
+        pytest.skip("this machine has an NVIDIA driver")
+    environment = os.environ | {"JAX_PLATFORMS": "cuda"}
+    run = subprocess.run(
+        [sys.executable, "-m", "moe_jax", *command], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert run.returncode == 1
+    assert "JAX_PLATFORMS" in run.stdout + run.stderr
+    assert "Traceback" not in run.stderr

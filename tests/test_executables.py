@@ -40,6 +40,22 @@ class Thawed:
     a: int = 1
 
 
+@jax.tree_util.register_pytree_node_class
+class Labelled:
+    """A container whose structure carries whatever it is given."""
+
+    def __init__(self, label: object):
+        self.label = label
+
+    def tree_flatten(self) -> tuple[tuple[int], object]:
+        return (1,), self.label
+
+    @classmethod
+    def tree_unflatten(cls, label: object, children: object) -> Labelled:
+        return cls(label)
+
+
+LABELLED_BY_OBJECT = jax.tree.structure(Labelled(object()))
 PARTS = """
 from moe_jax.cache import program_key
 from tiny_models import tiny_config
@@ -58,6 +74,17 @@ def test_C63_equal_content_gives_equal_keys():
     assert program_key({3, 1, 2}) == program_key(frozenset([2, 3, 1]))
     assert program_key(np.arange(4)) == program_key(np.arange(8)[:4])
     assert program_key(np.float32) == program_key(jnp.dtype("float32")) == program_key(jnp.float32)
+
+
+def test_structures_differ_by_all_of_their_auxiliary_data():
+    """NumPy writes an array of 5000 numbers with its middle left out."""
+    label = np.zeros(5000)
+    same, other = label.copy(), label.copy()
+    other[2500] = 1
+    key, same_key, other_key = (
+        program_key(jax.tree.structure([Labelled(each), {"a": None}])) for each in (label, same, other)
+    )
+    assert key == same_key != other_key
 
 
 def test_different_content_gives_different_keys():
@@ -87,14 +114,15 @@ def test_different_content_gives_different_keys():
             jax.ShapeDtypeStruct((2, 3), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(d))
             for d in jax.devices()
         ),
-        *(jax.tree.structure((1, 2)), jax.tree.structure([1, 2]), jax.tree.structure({"a": 1, "b": 2})),
+        *(jax.tree.structure(tree) for tree in (1, None, (), (1, 2), [1, 2], (1, (2,)), ((1,), 2), Pair(1, 2))),
+        *(jax.tree.structure(tree) for tree in ({"a": 1, "b": 2}, {"a": 1, "c": 2}, Labelled(1), Labelled(1.0))),
     ]
     keys = [program_key(value) for value in values]
     assert len(set(keys)) == len(keys)
     assert program_key(1, 2) != program_key((1, 2)) != program_key(12)
 
 
-def test_keys_are_the_same_in_another_process_and_hash_seed():
+def test_C68_keys_are_the_same_in_another_process_and_hash_seed():
     def run(seed: str) -> str:
         paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
@@ -109,8 +137,8 @@ def test_keys_are_the_same_in_another_process_and_hash_seed():
 
 @pytest.mark.parametrize(
     "part",
-    [object(), len, lambda x: x, Thawed(), RopeConfig, jnp.ones(2), np.asarray([object()])],
-    ids=["object", "builtin", "lambda", "mutable dataclass", "class", "device array", "object array"],
+    [object(), len, lambda x: x, Thawed(), RopeConfig, jnp.ones(2), np.asarray([object()]), LABELLED_BY_OBJECT],
+    ids=["object", "builtin", "lambda", "mutable dataclass", "class", "device array", "object array", "tree"],
 )
 def test_parts_without_content_are_refused(part):
     with pytest.raises(InvalidArgument, match=r"program_key: parts\[0\]\['x'\]\[1\]"):
@@ -122,7 +150,7 @@ def aval(size: int) -> jax.ShapeDtypeStruct:
 
 
 def get(store: Executables, size: int, function=lambda x: x + 1):
-    return store.get(program_key("add", size), function, (aval(size),))
+    return store.get_or_compile(program_key("add", size), function, (aval(size),))
 
 
 def test_C61_the_store_is_bounded_and_evicts_the_least_recently_used():
@@ -179,7 +207,7 @@ def test_C56_a_failed_compilation_leaves_nothing_behind():
 
 def test_donated_arguments_are_given_away():
     store = Executables()
-    program = store.get(program_key("donate"), lambda x: x + 1, (aval(4),), donate_argnums=(0,))
+    program = store.get_or_compile(program_key("donate"), lambda x: x + 1, (aval(4),), donate_argnums=(0,))
     x = jnp.zeros(4)
     np.testing.assert_array_equal(program(x), np.ones(4))
     assert x.is_deleted()

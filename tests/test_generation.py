@@ -14,6 +14,8 @@ from flax import nnx
 from moe_jax.errors import InvalidArgument
 from moe_jax.generation import bucket, endings, parse_stop
 from moe_jax.model import Model
+from moe_jax.models import decoder
+from moe_jax.models.config import RopeConfig
 from moe_jax.tokenizer import Tokenizer
 from test_tokenizer import CONFIG, TEMPLATE, byte_tokenizer
 from tiny_models import FAMILIES, tiny_config, tiny_model, tiny_module
@@ -263,6 +265,11 @@ def test_bad_prompts_are_refused_with_the_values(prompts, message):
         ({"stop": [258]}, "stop item: got 258, wanted a string, an id under 258"),
         ({"stop": [[]]}, r"stop item: got \[\]"),
         ({"stop": [1.5]}, "stop item: got 1.5"),
+        ({"stop": 1.5}, "type of stop: got 1.5, wanted an id, a string, or a list, tuple or array"),
+        ({"stop": {"x": 1}}, r"type of stop: got \{'x': 1\}"),
+        ({"stop": {7}}, r"type of stop: got \{7\}"),
+        ({"stop": np.asarray(1.5)}, "type of stop: got 1.5"),
+        ({"stop": [np.asarray([[1]])]}, r"stop item: got \[\[1\]\]"),
     ],
 )
 def test_bad_options_are_refused_before_anything_runs(options, message):
@@ -273,6 +280,9 @@ def test_bad_options_are_refused_before_anything_runs(options, message):
 def test_stop_parsing():
     assert parse_stop(None, (3,), 10, None) == (frozenset({3}), (), ())
     assert parse_stop([1, [2], (4, np.int32(5))], (3,), 10, None) == (frozenset({1, 2, 3}), ((4, 5),), ())
+    arrays = (np.asarray(1), np.asarray([1]), (np.asarray(1),), np.asarray([[1]], np.uint8))
+    assert all(parse_stop(stop, (), 10, None) == (frozenset({1}), (), ()) for stop in arrays)
+    assert parse_stop([np.asarray([4, 5])], (), 10, None).sequences == ((4, 5),)
     with pytest.raises(InvalidArgument, match="stop string: got ''"):
         parse_stop("", (), 10, Tokenizer(byte_tokenizer()))
 
@@ -288,7 +298,57 @@ def test_calling_the_model_checks_tokens():
     ):
         with pytest.raises(InvalidArgument, match=message):
             model(bad)
-    assert [bucket(n) for n in (1, 16, 17, 32, 33, 1000)] == [16, 16, 32, 32, 64, 1024]
+    with pytest.raises(InvalidArgument, match=r"got a tracer of int32\[1,3\], wanted .* call model.module"):
+        jax.jit(model)(jnp.zeros((1, 3), jnp.int32))
+
+    def loss(module: nnx.Module):
+        return Model(model.config, module)(np.zeros((1, 3), np.int32)).sum()
+
+    with pytest.raises(
+        InvalidArgument, match=r"model\(tokens\): call from within jit, grad .* got a tracer of float32"
+    ):
+        nnx.grad(loss)(model.module)
+    with pytest.raises(InvalidArgument, match=r"generate\(prompts\): call from within jit"):
+        jax.jit(model.generate)(jnp.zeros((1, 3), jnp.int32))
+
+
+def test_all_lengths_of_a_bucket_share_one_program(compiles):
+    config = tiny_config("olmoe", vocab_size=29)
+    model = Model(config, tiny_module(config))
+    tokens = np.random.default_rng(0).integers(0, 29, (2, 16))
+    compiles.count = 0
+    found = {length: model(tokens[:, :length]) for length in (16, 1, 5, 11, 15)}
+    assert compiles.count == 1
+    for length, logits in found.items():
+        assert isinstance(logits, jax.Array) and logits.shape == (2, length, 29) and not logits.committed
+        np.testing.assert_array_equal(logits, found[16][:, :length])
+    graphdef, state = nnx.split(model.module)
+    other = jax.devices()[1]
+    there = Model(config, nnx.merge(graphdef, jax.device_put(state, other)))(tokens[:, :3])
+    assert there.committed and there.sharding.device_set == {other}
+    np.testing.assert_array_equal(there, found[16][:, :3])
+
+
+def test_buckets_stay_within_the_positions_of_the_model(monkeypatch):
+    assert [bucket(n, 2048) for n in (1, 16, 17, 32, 33, 1000)] == [16, 16, 32, 32, 64, 1024]
+    assert [bucket(n, 24) for n in (1, 16, 17, 24)] == [16, 16, 24, 24] and bucket(3, 8) == 8
+    config = tiny_config("olmoe", vocab_size=29, max_positions=24)
+    model = Model(config, tiny_module(config))
+    widths: list[int] = []
+    rotation = decoder.rotation
+
+    def spy(rope: RopeConfig, head_dim: int, positions: jax.Array):
+        widths.append(positions.shape[1])
+        return rotation(rope, head_dim, positions)
+
+    monkeypatch.setattr(decoder, "rotation", spy)
+    assert model(np.ones((1, 20), np.int32)).shape == (1, 20, 29)
+    # The number of new tokens may be any integer type; the last position is used.
+    steps = model.generate([[1] * 20], max_new_tokens=np.int64(4), stream=True)
+    next(steps)
+    assert [x for x in jax.live_arrays() if x.shape == (1, 24, 4, 8)]
+    assert len(list(steps)) == 3
+    assert widths == [24, 24, 1]
 
 
 def test_C43_changes_of_the_module_count_at_once(compiles):
@@ -318,13 +378,13 @@ def test_generation_reads_one_step_behind(monkeypatch):
     model.generate([1, 2], max_new_tokens=20)
     events: list[str] = []
     store = model.executables
-    get = store.get
+    get_or_compile = store.get_or_compile
 
     def spy(*args, **options):
-        program = get(*args, **options)
+        program = get_or_compile(*args, **options)
         return lambda *arrays: events.append("run") or program(*arrays)
 
-    monkeypatch.setattr(store, "get", spy)
+    monkeypatch.setattr(store, "get_or_compile", spy)
     for _ in model.generate([1, 2], max_new_tokens=20, stream=True):
         events.append("read")
     assert events == ["run", *["run", "read"] * 19, "read"]

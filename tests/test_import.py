@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -119,6 +120,24 @@ def test_C110_importing_the_package_under_a_newer_jax_is_refused():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "UnsupportedVersion: moe_jax: version of JAX: got 0.12.0, wanted JAX >=0.11.2,<0.12" in done.stderr
+
+
+def test_C110_the_module_run_as_a_command_stops_with_one_line(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import jax; jax.__version_info__, jax.__version__ = (0, 12, 0), '0.12'")
+    (tmp_path / "users_package").mkdir()
+    (tmp_path / "users_package/__init__.py").write_text("import moe_jax")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+
+    def run(module: str) -> str:
+        command = [sys.executable, "-m", module, "doctor"]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        return done.stderr
+
+    message = run("moe_jax")
+    assert message.splitlines() == [message.strip()]
+    assert message.startswith("error: moe_jax: version of JAX: got 0.12, wanted JAX >=0.11.2,<0.12")
+    assert "Traceback" in run("users_package.part")  # another program is told as usual
 
 
 @pytest.mark.parametrize("version", [(0, 11, 2), (0, 11, 9)])

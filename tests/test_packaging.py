@@ -139,22 +139,34 @@ def test_entry_point_and_metadata(built):
         assert f"Provides-Extra: {extra}" in metadata
 
 
-@pytest.mark.parametrize("extra", ["cuda12", "cuda13"])
-def test_cuda_extras_resolve(tmp_path, extra):
+def uv_compile(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     uv = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if uv is None:
         pytest.skip("uv is not installed (extra `test` brings it)")
-    options = ["--extra", extra, "--python", sys.executable, "--python-platform", "x86_64-manylinux_2_28"]
-    done = subprocess.run(
-        [uv, "pip", "compile", "--quiet", *options, "pyproject.toml"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    offline = ("dns error", "error sending request", "Failed to fetch", "network")
-    if done.returncode and any(text in done.stderr for text in offline):
+    command = [uv, "pip", "compile", "--quiet", "--python", sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+def unreachable(message: str) -> bool:
+    """Whether uv got no connection at all. What an index answers, also that it has no such package, is a failure."""
+    causes = ("dns error", "connection refused", "timed out", "network is unreachable", "no route to host")
+    return any(cause in message.lower() for cause in causes)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "http://nowhere.invalid"])
+def test_an_index_out_of_reach_is_told_from_a_wrong_name(tmp_path, address):
+    wanted = tmp_path / "network-failed-to-fetch.in"
+    wanted.write_text("network-failed-to-fetch")
+    no_connection = uv_compile(wanted, "--no-config", "--no-cache", "--default-index", address)
+    assert no_connection.returncode and unreachable(no_connection.stderr)
+    wrong_name = uv_compile(wanted, "--no-config", "--no-cache", "--no-index")
+    assert wrong_name.returncode and not unreachable(wrong_name.stderr)
+
+
+@pytest.mark.parametrize("extra", ["cuda12", "cuda13"])
+def test_cuda_extras_resolve(extra):
+    done = uv_compile("--extra", extra, "--python-platform", "x86_64-manylinux_2_28", "pyproject.toml")
+    if done.returncode and unreachable(done.stderr):
         pytest.skip("no package index can be reached from here")
     assert done.returncode == 0, done.stderr
     for package in (f"jax-{extra}-plugin==0.11.", "jax-triton==", "cuda-core==", f"cuda-bindings=={extra[4:]}."):

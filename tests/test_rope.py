@@ -26,10 +26,14 @@ def test_frequencies_and_rotation_equal_transformers(case):
     assert scale == pytest.approx(case["scale"], rel=1e-12)
     positions = jnp.asarray([case["positions"]], jnp.int32)
     got = rotation(config, case["head_dim"], positions)
-    # An ulp of the frequency grows with the position: 30000 * 6e-8 rad.
-    for ours, theirs in ((got.cos, case["cos"]), (got.sin, case["sin"])):
-        np.testing.assert_allclose(ours[0], np.asarray(theirs, np.float32), rtol=0, atol=5e-3)
-        np.testing.assert_allclose(ours[0, :4], np.asarray(theirs, np.float32)[:4], rtol=0, atol=5e-6)
+    angles = np.asarray(case["positions"], np.float32)[:, None] * per_token
+    near = np.asarray(case["positions"]) <= 17
+    assert near.sum() == 4 and angles.max() > 1000
+    for ours, function, theirs in ((got.cos, np.cos, case["cos"]), (got.sin, np.sin, case["sin"])):
+        # At every position against the exact function of the f32 angle.
+        np.testing.assert_allclose(ours[0], scale * function(angles.astype(np.float64)), rtol=0, atol=1e-6)
+        # Against theirs where the position does not magnify the last place of a frequency.
+        np.testing.assert_allclose(ours[0, near], np.asarray(theirs, np.float32)[near], rtol=0, atol=5e-6)
 
 
 def test_rotate_equals_transformers():

@@ -113,6 +113,10 @@ def test_folders_round_trip(tmp_path, tokenizer):
     (tmp_path / "chat_template.jinja").write_text("own {{ messages[0].content }}")
     own = Tokenizer.from_folder(tmp_path)
     assert own is not None and own.chat_text([{"role": "user", "content": "x"}]) == "own x"
+    # A template of the folder's last tokenizer does not outlive it.
+    tokenizer.save(tmp_path)
+    again = Tokenizer.from_folder(tmp_path)
+    assert again is not None and again.chat_template == TEMPLATE
 
 
 def test_stored_truncation_and_padding_are_off(tmp_path):
@@ -132,3 +136,8 @@ def test_broken_files_are_named(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({})[:1])
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
         Tokenizer.from_folder(tmp_path)
+
+
+def test_text_that_is_no_unicode_is_refused(tokenizer):
+    with pytest.raises(InvalidArgument, match=r"text: got .* at 1, wanted valid Unicode"):
+        tokenizer.encode("a\udcff")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -103,17 +104,26 @@ def load_module(
             failed load stays in memory.
         InvalidArgument: a dtype that parameters cannot have.
     """
-    if dtype is not None and jnp.dtype(dtype).name not in DTYPES:
-        raise InvalidArgument("dtype", where="load_module", got=jnp.dtype(dtype).name, wanted=" or ".join(DTYPES))
+    asked = None if dtype is None else _dtype_name(dtype)
     plan = _plan(Path(path))
     config = plan.config
-    if dtype is not None:
+    if asked is not None:
         sources = dict(config.sources) | {"dtype": "argument of load"}
-        config = replace(config, dtype=jnp.dtype(dtype).name, sources=tuple(sources.items()))
+        config = replace(config, dtype=asked, sources=tuple(sources.items()))
     _tell_drafts(Path(path), plan, strict)
     abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     return config, nnx.merge(graph, _fill(state, plan, device, progress))
+
+
+def _dtype_name(dtype: Any) -> str:
+    try:
+        name = jnp.dtype(dtype).name
+    except (TypeError, ValueError):
+        name = repr(dtype)
+    if name not in DTYPES:
+        raise InvalidArgument("dtype", where="load(dtype=…)", got=name, wanted=" or ".join(DTYPES))
+    return name
 
 
 def _plan(folder: Path) -> _Plan:
@@ -202,7 +212,9 @@ def _tell_drafts(folder: Path, plan: _Plan, strict: bool) -> None:
     if strict:
         wanted = "none: draft heads are not loaded (strict)"
         raise CheckpointError("draft head", where=str(folder), got=listed, wanted=wanted)
-    warnings.warn(f"{folder}: draft head not loaded: {listed}", UserWarning, stacklevel=3)
+    # It points at the first caller outside this package, whichever of its functions was called.
+    package = str(Path(__file__).parents[1]) + os.sep
+    warnings.warn(f"{folder}: draft head not loaded: {listed}", UserWarning, skip_file_prefixes=(package,))
 
 
 def _fill(state: nnx.State, plan: _Plan, device: Any, progress: Progress | None) -> nnx.State:

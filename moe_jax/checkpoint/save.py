@@ -18,7 +18,7 @@ from flax import nnx
 
 from moe_jax.errors import InvalidArgument
 from moe_jax.models.config import ModelConfig
-from moe_jax.models.families import to_hf
+from moe_jax.models.families import config_to_hf
 
 from . import names
 from .files import DTYPE_NAMES, INDEX, SINGLE
@@ -68,7 +68,7 @@ def save_module(
             wanted = f"{start} elements of {' or '.join(dtype.name for dtype in DTYPE_NAMES)}"
             raise InvalidArgument(f"parameter {key}", where=where, got=got, wanted=wanted)
     config = replace(config, dtype=arrays["embed",].dtype.name)
-    texts = {"generation_config.json": _generation(config), "config.json": to_hf(config)}
+    texts = {"generation_config.json": _generation(config), "config.json": config_to_hf(config)}
 
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from rich.console import Console
 
-from moe_jax import checkpoint
+from moe_jax import checkpoint, doctor
 from moe_jax.cli import device as devices
 from moe_jax.cli import output
 from moe_jax.loading import checkpoint_folder
@@ -23,7 +23,7 @@ def run(path: str | None, *, as_json: bool) -> None:
     config = report.config
     router = config.moe.router
     expert_bytes, moe_layers = bytes_per_expert(config), sum(config.moe_layers)
-    free, memory = devices.free_memory(jax.devices()[0])
+    free, memory = devices.free_memory(doctor.start_devices()[0])
     slots = None
     if free is not None:
         slots = slots_that_fit(free, report.nbytes, expert_bytes, moe_layers, router.experts)

@@ -23,7 +23,7 @@ def choose(name: DeviceName) -> jax.Device:
     """The device to run on.
 
     ``auto`` is the GPU where there is an NVIDIA driver, else the CPU. A GPU that JAX cannot use is refused, not
-    replaced by a CPU that is a hundred times slower; ``cpu`` (or JAX_PLATFORMS=cpu) asks for that.
+    replaced by the far slower CPU; ``cpu`` (or JAX_PLATFORMS=cpu) asks for that.
 
     Raises:
         CannotServe: no usable GPU, with what is wrong and the remedy.
@@ -34,7 +34,7 @@ def choose(name: DeviceName) -> jax.Device:
     if asked_for_cpu:
         return _cpu()
     if name == DeviceName.auto and doctor.find_driver() is None:
-        return jax.devices()[0]
+        return doctor.start_devices()[0]
     machine = doctor.examine()
     if any(device.platform == "gpu" for device in machine.devices):
         return jax.devices("gpu")[0]

@@ -10,9 +10,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from . import kv as cache
 from .config import ModelConfig
-from .kv import KV
+from .kv import KV, write
 from .rope import Rotation, rotate
 
 _QUERY_BLOCK = 512
@@ -58,22 +57,28 @@ def attend(
 ) -> Float[Array, "B T N D"]:
     """Softmax attention (f32) over keys at their own index; long prompts go by blocks of queries to bound memory."""
 
+    # XLA for the CPU refuses its f16 product with f32 sums, so f16 is attended in f32.
+    dtype = jnp.dtype(jnp.float32) if query.dtype == jnp.float16 else query.dtype
+    keys, values = kv.keys.astype(dtype), kv.values.astype(dtype)
+
     def some(query: Array, positions: Array) -> Array:
-        mask = visible(positions, kv.keys.shape[1], window)
+        mask = visible(positions, keys.shape[1], window)
         # It mixes dtypes inside, and takes f32 products at the default precision (tf32 on a GPU).
         with jax.numpy_dtype_promotion("standard"), jax.default_matmul_precision("highest"):
-            return jax.nn.dot_product_attention(query, kv.keys, kv.values, mask=mask)
+            mixed = jax.nn.dot_product_attention(query.astype(dtype), keys, values, mask=mask)
+        return mixed.astype(query.dtype)
 
     rows, length = positions.shape
-    if length <= 2 * _QUERY_BLOCK or length % _QUERY_BLOCK:
+    if length <= 2 * _QUERY_BLOCK:
         return some(query, positions)
-    blocks = length // _QUERY_BLOCK
-    by_block = (
-        jnp.swapaxes(query.reshape(rows, blocks, _QUERY_BLOCK, *query.shape[2:]), 0, 1),
-        jnp.swapaxes(positions.reshape(rows, blocks, _QUERY_BLOCK), 0, 1),
-    )
-    out = lax.map(lambda block: some(*block), by_block)
-    return jnp.swapaxes(out, 0, 1).reshape(query.shape)
+
+    def by_block(x: Array) -> Array:
+        # Queries that fill the last block stand at position 0, so they see one key; their results are cut off.
+        x = jnp.pad(x, ((0, 0), (0, -length % _QUERY_BLOCK), *((0, 0),) * (x.ndim - 2)))
+        return jnp.swapaxes(x.reshape(rows, -1, _QUERY_BLOCK, *x.shape[2:]), 0, 1)
+
+    out = lax.map(lambda block: some(*block), (by_block(query), by_block(positions)))
+    return jnp.swapaxes(out, 0, 1).reshape(rows, -1, *query.shape[2:])[:, :length]
 
 
 class Attention(nnx.Module):
@@ -114,7 +119,7 @@ class Attention(nnx.Module):
         """
         query, new = self._project(x)
         new = KV(rotate(new.keys, rotation), new.values)
-        kv = new if past is None else cache.write(past, new, positions)
+        kv = new if past is None else write(past, new, positions)
         mixed = attend(rotate(query, rotation), kv, positions, self.window)
         return linear(mixed.reshape(*x.shape[:2], -1), self.out[...], _value(self.out_bias)), kv
 

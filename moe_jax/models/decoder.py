@@ -17,10 +17,9 @@ from moe_jax.pallas_kernels.checks import check_shape
 from moe_jax.pallas_kernels.errors import InvalidArgument
 from moe_jax.pallas_kernels.grouped_moe import Activation, activate
 
-from . import kv as cache
 from .attention import Attention, linear, linear_f32, rms_norm
 from .config import ModelConfig
-from .kv import KV, Cache
+from .kv import KV, Cache, to_capacity
 from .rope import Rotation, rotation
 
 
@@ -119,7 +118,7 @@ class Decoder(nnx.Module):
         """
         x, kvs = self._forward(tokens)
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-        return self.logits(last)[:, 0], tuple(cache.to_capacity(kv, lengths, capacity) for kv in kvs)
+        return self.logits(last)[:, 0], tuple(to_capacity(kv, lengths, capacity) for kv in kvs)
 
     def decode(
         self, tokens: Int32[Array, " B"], lengths: Int32[Array, " B"], past: Cache

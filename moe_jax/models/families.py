@@ -339,7 +339,7 @@ def _special_tokens(
     return found["bos_token_id"], eos, found["pad_token_id"]
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The contents of a ``config.json`` that parses back to an equal config.
 
     Written in the older form (``rope_theta``, ``rope_scaling``, ``torch_dtype``), which every version of
@@ -350,7 +350,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     """
     if config.family not in FAMILIES:
         wanted = "one of " + ", ".join(FAMILIES)
-        raise InvalidArgument("family", where="to_hf", got=repr(config.family), wanted=wanted)
+        raise InvalidArgument("family", where="config_to_hf", got=repr(config.family), wanted=wanted)
     qwen, router = config.family in ("qwen3_moe", "qwen2_moe"), config.moe.router
     eos = config.eos_token_ids
     windows = [window for window in config.windows if window is not None]
@@ -396,15 +396,17 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         if windows:
             out["layer_types"] = ["sliding_attention" if window else "full_attention" for window in config.windows]
     try:
-        back = parse_config(out, where="to_hf")
+        back = parse_config(out, where="config_to_hf")
     except CheckpointError as error:
         wanted = f"{error.wanted}, as {config.family} has it"
-        raise InvalidArgument(error.problem, where="to_hf", got=error.got, wanted=wanted) from error
+        raise InvalidArgument(error.problem, where="config_to_hf", got=error.got, wanted=wanted) from error
     plain = config if windows else replace(config, windows=())  # a None for each layer says the same
     for item in fields(ModelConfig):
         ours, theirs = getattr(plain, item.name), getattr(back, item.name)
         if item.compare and ours != theirs:
-            raise InvalidArgument(item.name, where="to_hf", got=ours, wanted=f"{theirs}, as {config.family} has it")
+            raise InvalidArgument(
+                item.name, where="config_to_hf", got=ours, wanted=f"{theirs}, as {config.family} has it"
+            )
     return out
 
 
