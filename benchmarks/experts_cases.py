@@ -8,6 +8,7 @@ import numpy as np
 
 from moe_jax.pallas_kernels.experts import Tile, expert_ffn_spec, tile_for
 from moe_jax.pallas_kernels.grouped_moe import Activation
+from moe_jax.pallas_kernels.plan import plan_spec
 from moe_jax.pallas_kernels.spec import KernelSpec
 
 SWIGLU = Activation(name="swiglu", layout="halves")
@@ -46,33 +47,36 @@ def flops(shape: tuple[int, int, int, int], tokens: int) -> int:
     return tokens * k * 3 * hidden * inner * 2
 
 
+def plan_for(shape: tuple[int, int, int, int], spec: KernelSpec, **options) -> KernelSpec | None:
+    """The grouping launch before a launch of two rows or more."""
+    tokens = spec.arguments[0].shape[0]
+    if tokens == 1:
+        return None
+    return plan_spec(tokens, shape[3], shape[2], dict(spec.constexprs)["BLOCK_N"], **options)
+
+
 def variants(shape: tuple[int, int, int, int], tokens: int) -> list[tuple[Tile, bool]]:
-    """Tiles to try for a case, with and without programmatic dependent launch; the shipped one first."""
+    """Tiles to try for a case, with or without programmatic dependent launch; the shipped one first."""
     hidden, inner, experts, k = shape
     base = tile_for(tokens, k, experts, hidden, inner, "bfloat16")
     change = lambda **fields: dataclasses.replace(base, **fields)  # noqa: E731
     narrow = 8 if tokens <= 8 else base.block_n
-    found = [(base, True), (base, False)]
-    tiles = []
     if tokens == 1:
-        for prefetch in (0, inner // 3, inner) if shape == QWEN3 else (0, 1024):
-            tiles += [change(block_n=8, prefetch=prefetch), change(block_n=8, num_stages=3, prefetch=prefetch)]
-        tiles += [change(block_n=8, num_stages=6), change(block_n=8, lag=4), change(block_n=8, lag=2)]
-        tiles += [change(block_n=8, block_k=256, num_stages=3), change(block_n=8, block_k=64, num_stages=6)]
-        tiles += [change(block_n=8, block_k=256, block_m=32, num_stages=4)]
-        tiles += [change(block_n=8, block_k=256, num_stages=3, prefetch=inner // 3)]
+        tiles = [
+            change(lag=4),
+            change(block_n=8, num_stages=5),
+            change(block_n=8, num_stages=6),
+            change(block_n=8, num_stages=6, lag=2),
+            change(block_n=8, num_stages=6, prefetch=256),
+            change(block_n=8, num_stages=5, lag=1),
+        ]
     else:
-        for block_n in sorted({narrow, 16, 32} if tokens < 64 else {16, 32, 64}):
-            tiles += [change(block_n=block_n), change(block_n=block_n, num_stages=3)]
-        tiles += [change(block_n=narrow, num_stages=6), change(block_n=narrow, lag=2), change(block_n=narrow, lag=24)]
-        tiles += [change(block_n=narrow, prefetch=inner // 3)]
-        tiles += [change(block_n=narrow, block_k=256, num_stages=3), change(block_n=narrow, block_k=64, num_stages=6)]
-    tiles += [
-        change(block_n=narrow, block_m=128, block_k=64, num_stages=4, num_warps=8),
-        change(block_n=narrow, block_m=128, block_k=128, num_stages=3, num_warps=8),
-        change(block_n=narrow, block_m=128, block_k=64, num_stages=4, num_warps=4),
-    ]
-    for tile in tiles:
-        if all(tile != other for other, _ in found):
-            found.append((tile, True))
-    return found
+        tiles = [
+            change(block_n=narrow, num_stages=6, programs=264),
+            change(block_n=narrow, num_stages=4, programs=264),
+            change(block_n=narrow, num_stages=3, programs=528),
+            change(block_n=narrow, num_stages=4, programs=396),
+            change(block_n=narrow, lag=12),
+        ]
+    found = [(base, True), (base, False)]
+    return found + [(tile, tokens > 1) for tile in dict.fromkeys(tiles) if tile != base]

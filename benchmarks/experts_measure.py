@@ -19,7 +19,19 @@ from pathlib import Path
 import numpy as np
 import torch
 from cuda.core import Device
-from experts_cases import BENCHED, BUCKETS, MIXTRAL, QWEN3, SHAPES, flops, routing, spec_for, touched_bytes, variants
+from experts_cases import (
+    BENCHED,
+    BUCKETS,
+    MIXTRAL,
+    QWEN3,
+    SHAPES,
+    flops,
+    plan_for,
+    routing,
+    spec_for,
+    touched_bytes,
+    variants,
+)
 
 from moe_jax.pallas_kernels import compiled
 from moe_jax.pallas_kernels.launcher import capture, load_kernel, median_and_spread, replay_times
@@ -112,20 +124,32 @@ class Layer:
         ]
         self.x = random(max(BUCKETS), hidden, scale=1.0)
 
-    def buffers(self, spec) -> dict[str, torch.Tensor]:
-        """Every buffer a launch needs beside x, routing and weights: poisoned, and the state zero."""
-        made = {}
-        for a in spec.arguments:
-            if a.role == "state":
-                made[a.name] = torch.zeros(a.shape, dtype=torch.int32, device="cuda")
-            elif a.role in ("out", "scratch"):
-                made[a.name] = torch.full(a.shape, float("nan"), dtype=getattr(torch, a.dtype), device="cuda")
-        return made
 
-    def addresses(self, spec, buffers, x, ids, scale, weights) -> list[int]:
+
+class Launches:
+    """The launches of one layer: grouping (for two rows or more) and experts, with buffers of their own."""
+
+    def __init__(self, shape, tokens: int, tile, pdl: bool, folder: Path):
+        spec = spec_for(shape, tokens, tile, pdl=pdl)
+        parts = [part for part in (plan_for(shape, spec, pdl=pdl), spec) if part]
+        self.kernels = [load_kernel(part, compiled.load(folder, part, 90)) for part in parts]
+        self.buffers: dict[str, torch.Tensor] = {}
+        for a in [a for part in parts for a in part.arguments]:
+            if a.role == "state":
+                self.buffers[a.name] = torch.zeros(a.shape, dtype=torch.int32, device="cuda")
+            elif a.role in ("out", "scratch"):
+                self.buffers[a.name] = torch.empty(a.shape, dtype=getattr(torch, a.dtype), device="cuda")
+
+    def poison(self) -> None:
+        for name, buffer in self.buffers.items():
+            if name != "state_ptr":
+                buffer.fill_(float("nan") if buffer.is_floating_point() else -7)
+
+    def record(self, stream, x, ids, scale, weights) -> None:
         given = {"x_ptr": x, "ids_ptr": ids, "scale_ptr": scale, "gate_up_ptr": weights[0], "down_ptr": weights[1]}
-        given |= buffers
-        return [given.get(a.name, x).data_ptr() for a in spec.arguments]
+        given |= self.buffers
+        for kernel in self.kernels:
+            kernel.launch(stream, [given.get(a.name, x).data_ptr() for a in kernel.spec.arguments])
 
 
 def device_routing(rng, tokens, shape):
@@ -155,31 +179,24 @@ def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
     return float((out.double() - exact).norm() / exact.norm())
 
 
-def check(layer: Layer, folder: Path, stream, clock: Clock, tile_of=None) -> dict:
+def check(layer: Layer, folder: Path, stream, clock: Clock) -> dict:
     """Error against f64, poisoned buffers, repeatability, and one row's bits at every bucket, position and company."""
     rng, shape = np.random.default_rng(7), layer.shape
     result: dict = {"shape": shape, "errors": [], "bits": [], "failures": []}
-    kernels = {}
-    for tokens in BUCKETS:
-        spec = spec_for(shape, tokens, tile_of and tile_of(tokens))
-        kernels[tokens] = load_kernel(spec, compiled.load(folder, spec, 90))
+    launches = {tokens: Launches(shape, tokens, None, False, folder) for tokens in BUCKETS}
     weights = layer.sets[0]
 
     def run(tokens, x, ids, scale, repeats=1):
-        kernel = kernels[tokens]
-        buffers = layer.buffers(kernel.spec)
-        torch.cuda.synchronize()
+        one = launches[tokens]
         outs = []
         for _ in range(repeats):
-            for name, b in buffers.items():
-                if name != "arrivals_ptr":
-                    b.fill_(float("nan"))
+            one.poison()
             torch.cuda.synchronize()
-            kernel.launch(stream, layer.addresses(kernel.spec, buffers, x, ids, scale, weights))
+            one.record(stream, x, ids, scale, weights)
             stream.sync()
-            outs.append(buffers["out_ptr"].clone())
-        if int(buffers["arrivals_ptr"].abs().max()):
-            result["failures"].append(f"{tokens} rows: arrivals not zero after the launch")
+            outs.append(one.buffers["out_ptr"].clone())
+        if int(one.buffers["state_ptr"].abs().max()):
+            result["failures"].append(f"{tokens} rows: state not zero after the launch")
         if any(not torch.equal(outs[0], other) for other in outs[1:]):
             result["failures"].append(f"{tokens} rows: runs differ")
         return outs[0]
@@ -223,21 +240,18 @@ def check(layer: Layer, folder: Path, stream, clock: Clock, tile_of=None) -> dic
 
 
 def time_variant(layer, folder, stream, tokens, tile, pdl, steps, replays=15) -> tuple[float, float]:
-    spec = spec_for(layer.shape, tokens, tile, pdl=pdl)
-    kernel = load_kernel(spec, compiled.load(folder, spec, 90))
-    buffers = layer.buffers(spec)
+    one = Launches(layer.shape, tokens, tile, pdl, folder)
+    one.poison()
     x = layer.x[:tokens].contiguous()
     torch.cuda.synchronize()
 
     def record(builder) -> None:
         for i, (_, ids, scale) in enumerate(steps):
-            kernel.launch(
-                builder, layer.addresses(spec, buffers, x, ids, scale, layer.sets[i % len(layer.sets)])
-            )
+            one.record(builder, x, ids, scale, layer.sets[i % len(layer.sets)])
 
     graph = capture(stream, record)
     times = [t / len(steps) for t in replay_times(graph, stream, replays)]
-    if not bool(torch.isfinite(buffers["out_ptr"]).all()):
+    if not bool(torch.isfinite(one.buffers["out_ptr"]).all()):
         raise RuntimeError("not finite")
     graph.close()
     return median_and_spread(times)
@@ -321,7 +335,7 @@ def table(report: dict) -> list[str]:
             for s in sorted(mine, key=lambda s: s["us"])[:7]:
                 t = s["tile"]
                 short = f"m{t['block_m']} k{t['block_k']} w{t['num_warps']} n{t['block_n']} s{t['num_stages']}"
-                short += f" lag{t['lag']} pf{t['prefetch']} pdl{int(s['pdl'])}"
+                short += f" lag{t['lag']} p{t['programs']} pf{t['prefetch']} pdl{int(s['pdl'])}"
                 lines.append(f"   {s['us']:.2f} ±{s['spread']:.2f} ratio {s['ratio']:.3f} {short}")
     return lines
 

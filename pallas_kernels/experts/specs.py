@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 from ..errors import InvalidArgument
 from ..grouped_moe.activation import Activation
 from ..plan.specs import block_count, power_of_two
 from ..spec import Argument, KernelSpec
-from .heuristics import MAX_ROWS, Tile, tile_for
+from .heuristics import MAX_ROWS, Tile, down_split, tile_for
 from .reference import expert_ffn as reference
 
 
@@ -26,14 +28,15 @@ def expert_ffn_spec(
     tile: Tile | None = None,
     pdl: bool = False,
 ) -> KernelSpec:
-    """One launch of plan, gate-up, activation, down and the weighted sum in rank order, for 1 to 64 rows.
+    """One launch of gate-up, activation, down and the weighted sum in rank order, for 1 to 64 rows.
 
     Inputs, in order: ``x`` ``[T, H]``; ``ids`` int32 and ``scale`` f32 ``[T, k]`` (a `Routing`; ids of -1 or E add
     exactly 0, so a step with fewer rows than T marks the others so); ``weight_row`` int32 ``[E]``, the slot
-    of each expert in the weight stacks; ``gate_up`` ``[S, 2I, H]``; ``gate_up_bias`` ``[S, 2I]``;
+    of each expert in the weight stacks, for a single row; ``used``, ``block_row`` and ``block_pair`` from `plan_spec`
+    with this tile's ``block_n``, for more rows; ``gate_up`` ``[S, 2I, H]``; ``gate_up_bias`` ``[S, 2I]``;
     ``down`` ``[S, H, I]``; ``down_bias`` ``[S, H]``; ``residual`` ``[T, H]``, added last. An absent optional keeps its
     place with shape ``(1,)`` and is not read.
-    Scratch: ``inner`` ``[T * k, I]`` in ``dtype``, ``pair`` f32 ``[T * k, H]``. State: ``arrivals``.
+    Scratch: ``inner`` ``[T * k, I]`` in ``dtype``, ``pair`` f32 ``[T * k * parts, H]``. State: counts of what is done, as `Argument` says.
     Output: ``out`` ``[T, H]``.
 
     Args:
@@ -53,29 +56,35 @@ def expert_ffn_spec(
     tile = tile or tile_for(tokens, top_k, experts, hidden, inner, dtype)
     if tile.lag < 1:
         raise InvalidArgument("tile.lag", where=where, got=tile.lag, wanted="at least 1")
-    if tile.prefetch > inner:
-        raise InvalidArgument("tile.prefetch", where=where, got=tile.prefetch, wanted=f"at most I={inner}")
+    if tile.prefetch > inner // down_split(inner):
+        raise InvalidArgument("tile.prefetch", where=where, got=tile.prefetch, wanted="at most one part of I")
     from .triton import expert_ffn as kernel
 
     stack = experts if slots is None else slots
     rows = activation.rows(inner)
-    gate_tiles, down_tiles = -(-rows // tile.block_m), -(-hidden // tile.block_m)
-    blocks = block_count(tokens, top_k, experts, tile.block_n)
+    split = down_split(inner)
+    gate_tiles, columns = -(-rows // tile.block_m), -(-hidden // tile.block_m)
+    blocks = top_k if tokens == 1 else block_count(tokens, top_k, experts, tile.block_n)
     pairs = tokens * top_k
+    tiles = blocks * (gate_tiles + columns * split)
+    programs = tiles if tokens == 1 else max(columns, min(tiles, tile.programs))
     none = (1,)
     arguments = (
         Argument("x_ptr", dtype, (tokens, hidden), "in"),
         Argument("ids_ptr", "int32", (tokens, top_k), "in"),
         Argument("scale_ptr", "float32", (tokens, top_k), "in"),
-        Argument("weight_row_ptr", "int32", none if slots is None else (experts,), "in"),
+        Argument("weight_row_ptr", "int32", (experts,) if slots is not None and tokens == 1 else none, "in"),
+        Argument("used_ptr", "int32", (1,), "in"),
+        Argument("block_row_ptr", "int32", none if tokens == 1 else (blocks,), "in"),
+        Argument("block_pair_ptr", "int32", none if tokens == 1 else (blocks, tile.block_n), "in"),
         Argument("gate_up_ptr", dtype, (stack, rows, hidden), "in"),
         Argument("gate_up_bias_ptr", dtype, (stack, rows) if gate_up_bias else none, "in"),
         Argument("down_ptr", dtype, (stack, hidden, inner), "in"),
         Argument("down_bias_ptr", dtype, (stack, hidden) if down_bias else none, "in"),
         Argument("residual_ptr", dtype, (tokens, hidden) if residual else none, "in"),
         Argument("inner_ptr", dtype, (pairs, inner), "scratch"),
-        Argument("pair_ptr", "float32", (pairs, hidden), "scratch"),
-        Argument("arrivals_ptr", "int32", (blocks + tokens * down_tiles,), "state"),
+        Argument("pair_ptr", "float32", (pairs * split, hidden), "scratch"),
+        Argument("state_ptr", "int32", (1 + blocks + tokens * columns,), "state"),
         Argument("out_ptr", dtype, (tokens, hidden), "out"),
     )
     return KernelSpec(
@@ -87,9 +96,7 @@ def expert_ffn_spec(
             ("TOKENS_POW2", power_of_two(tokens)),
             ("TOP_K", top_k),
             ("TOP_K_POW2", power_of_two(top_k)),
-            ("PAIRS_POW2", power_of_two(pairs)),
             ("EXPERTS", experts),
-            ("EXPERTS_POW2", power_of_two(experts)),
             ("HIDDEN", hidden),
             ("INNER", inner),
             ("BLOCKS", blocks),
@@ -106,16 +113,17 @@ def expert_ffn_spec(
             ("BLOCK_M", tile.block_m),
             ("BLOCK_N", tile.block_n),
             ("BLOCK_K", tile.block_k),
+            ("SPLIT", split),
             ("LAG", min(tile.lag, blocks)),
+            ("PROGRAMS", programs),
             ("PREFETCH", tile.prefetch),
             ("PDL", pdl),
         ),
-        grid=(blocks * (gate_tiles + down_tiles), 1, 1),
+        grid=(programs, 1, 1),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        max_registers=tile.max_registers,
         enable_fp_fusion=False,
         pdl=pdl,
-        reference=lambda *inputs: reference(
-            *(None if a.shape == none else i for a, i in zip(arguments, inputs, strict=False)), activation=activation
-        ),
+        reference=functools.partial(reference, activation=activation, experts=experts),
     )

@@ -7,24 +7,19 @@ from jaxtyping import Int32
 
 
 def plan_blocks(
-    ids: Int32[np.ndarray, "T k"], weight_row: Int32[np.ndarray, " E"], block_n: int
-) -> tuple[Int32[np.ndarray, " N"], Int32[np.ndarray, " N"], Int32[np.ndarray, "N block_n"]]:
-    """Blocks of one expert each, experts ascending, pairs in order; one row's pairs are a block each."""
+    ids: Int32[np.ndarray, "T k"], weight_row: Int32[np.ndarray, " E"] | None, experts: int, block_n: int
+) -> tuple[Int32[np.ndarray, " 1"], Int32[np.ndarray, " N"], Int32[np.ndarray, "N block_n"]]:
+    """Number of blocks used, and each block's weight row and pairs: experts ascending, pairs in order."""
     from .specs import block_count
 
-    flat, experts = np.asarray(ids).reshape(-1), len(weight_row)
+    flat = np.asarray(ids).reshape(-1)
     count = block_count(*ids.shape, experts, block_n)
-    if ids.shape[0] == 1:
-        groups = [(e, [p]) if 0 <= e < experts else (-1, []) for p, e in enumerate(flat)]
-    else:
-        groups = []
-        for e in range(experts):
-            (mine,) = np.nonzero(flat == e)
-            groups += [(e, list(mine[i : i + block_n])) for i in range(0, len(mine), block_n)]
-    expert, row = np.full(count, -1, np.int32), np.full(count, -1, np.int32)
-    pair = np.full((count, block_n), -1, np.int32)
-    for i, (e, mine) in enumerate(groups):
-        if e >= 0:
-            expert[i], row[i] = e, weight_row[e]
-            pair[i, : len(mine)] = mine
-    return expert, row, pair
+    row, pair = np.full(count, -1, np.int32), np.full((count, block_n), -1, np.int32)
+    used = 0
+    for e in range(experts):
+        (mine,) = np.nonzero(flat == e)
+        for first in range(0, len(mine), block_n):
+            row[used] = e if weight_row is None else weight_row[e]
+            pair[used, : len(mine[first : first + block_n])] = mine[first : first + block_n]
+            used += 1
+    return np.array([used], np.int32), row, pair

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_jax.pallas_kernels.grouped_moe import Activation
+from moe_jax.pallas_kernels.plan.reference import plan_blocks
 
 ACTIVATIONS = (
     Activation(name="swiglu", layout="halves"),
@@ -36,7 +37,12 @@ def buffers(spec, rng: np.random.Generator, ids: np.ndarray, scale: np.ndarray) 
         else:
             made[a.name] = (rng.standard_normal(a.shape) * 0.3).astype(a.dtype)
     made["ids_ptr"], made["scale_ptr"] = ids, scale
-    if spec.arguments[3].shape != (1,):
-        slots = made["gate_up_ptr"].shape[0]
-        made["weight_row_ptr"] = rng.permutation(slots)[: spec.arguments[3].shape[0]].astype(np.int32)
+    constants, slots = dict(spec.constexprs), made["gate_up_ptr"].shape[0]
+    experts = constants["EXPERTS"]
+    place = rng.permutation(slots)[:experts].astype(np.int32) if constants["INDIRECT"] else None
+    if ids.shape[0] > 1:
+        plan = plan_blocks(ids, place, experts, constants["BLOCK_N"])
+        made["used_ptr"], made["block_row_ptr"], made["block_pair_ptr"] = plan
+    elif place is not None:
+        made["weight_row_ptr"] = place
     return made

@@ -13,13 +13,13 @@ from moe_jax.pallas_kernels.interpret import interpret
 from moe_jax.pallas_kernels.plan import plan_spec
 from moe_jax.pallas_kernels.plan.reference import plan_blocks
 
-SMALL = Tile(block_m=32, block_k=32, num_warps=4, block_n=8, num_stages=3, lag=2, prefetch=0)
+SMALL = Tile(block_m=32, block_k=32, num_warps=4, block_n=8, num_stages=3, lag=2, programs=5, prefetch=0)
 
 
 def run(spec, rng, ids, scale):
     made = buffers(spec, rng, ids, scale)
     interpret(spec, made)
-    assert not made["arrivals_ptr"].any()
+    assert not made["state_ptr"].any()
     return made
 
 
@@ -52,7 +52,7 @@ def test_row_counts_and_experts(tokens, k, experts, dtype):
 def test_every_lag_visits_every_tile(lag):
     rng = np.random.default_rng(3)
     ids, scale = routing(rng, 6, 5, 2)
-    tile = Tile(block_m=32, block_k=32, num_warps=4, block_n=8, num_stages=3, lag=lag, prefetch=0)
+    tile = Tile(block_m=32, block_k=32, num_warps=4, block_n=8, num_stages=3, lag=lag, programs=3, prefetch=0)
     if lag == 0:
         with pytest.raises(InvalidArgument, match="lag"):
             expert_ffn_spec(6, 2, 5, 64, 40, dtype="float32", activation=ACTIVATIONS[0], tile=tile)
@@ -112,17 +112,18 @@ def test_a_rows_bits_do_not_depend_on_its_company(tokens):
         np.testing.assert_array_equal(made["out_ptr"][position], alone["out_ptr"][0])
 
 
-@pytest.mark.parametrize(("tokens", "k", "experts", "block_n"), [(1, 4, 8, 8), (7, 3, 5, 8), (64, 8, 128, 16)])
-def test_plan(tokens, k, experts, block_n):
+@pytest.mark.parametrize(("tokens", "k", "experts", "block_n"), [(2, 4, 8, 8), (7, 3, 5, 8), (33, 8, 60, 16)])
+@pytest.mark.parametrize("slots", [None, 70])
+def test_plan(tokens, k, experts, block_n, slots):
     rng = np.random.default_rng(10)
-    ids, _ = routing(rng, tokens, experts, k)
+    ids, _ = routing(rng, tokens, experts, min(k, experts))
     ids[rng.random(ids.shape) < 0.2] = -1
     ids[rng.random(ids.shape) < 0.1] = experts
-    rows = rng.permutation(experts).astype(np.int32)
-    spec = plan_spec(tokens, k, experts, block_n)
+    rows = rng.permutation(slots or 1)[:experts].astype(np.int32)
+    spec = plan_spec(tokens, ids.shape[1], experts, block_n, slots=slots)
     made = {a.name: np.full(a.shape, -7, np.int32) for a in spec.arguments} | {"ids_ptr": ids, "weight_row_ptr": rows}
     interpret(spec, made)
-    wanted = plan_blocks(ids, rows, block_n)
+    wanted = plan_blocks(ids, rows if slots else None, experts, block_n)
     for a, value in zip(spec.outputs, wanted, strict=True):
         np.testing.assert_array_equal(made[a.name], value)
 
