@@ -1,6 +1,6 @@
 """Compile every kernel of the expert bench for sm_90 into a folder, without a GPU.
 
-    python benchmarks/experts_build.py FOLDER [--jobs N]
+python benchmarks/experts_build.py FOLDER [--jobs N]
 """
 
 from __future__ import annotations

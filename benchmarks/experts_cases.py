@@ -23,9 +23,7 @@ BENCHED = (1, 4, 16, 64)
 def spec_for(shape: tuple[int, int, int, int], tokens: int, tile: Tile | None = None, **options) -> KernelSpec:
     """The bf16 launch of a case."""
     hidden, inner, experts, k = shape
-    return expert_ffn_spec(
-        tokens, k, experts, hidden, inner, dtype="bfloat16", activation=SWIGLU, tile=tile, **options
-    )
+    return expert_ffn_spec(tokens, k, experts, hidden, inner, dtype="bfloat16", activation=SWIGLU, tile=tile, **options)
 
 
 def routing(rng: np.random.Generator, tokens: int, experts: int, k: int) -> tuple[np.ndarray, np.ndarray]:

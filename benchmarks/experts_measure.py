@@ -125,7 +125,6 @@ class Layer:
         self.x = random(max(BUCKETS), hidden, scale=1.0)
 
 
-
 class Launches:
     """The launches of one layer: grouping (for two rows or more) and experts, with buffers of their own."""
 

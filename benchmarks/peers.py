@@ -72,8 +72,8 @@ def grouped_mm(layer, tokens):
 
 
 @triton.jit
-def _gate_up(x_ptr, w_ptr, expert_ptr, pair_ptr, h_ptr, PAIRS, K: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
-             M: tl.constexpr, N: tl.constexpr, B: tl.constexpr):  # fmt: skip  # noqa: E741
+def _gate_up(x_ptr, w_ptr, expert_ptr, pair_ptr, h_ptr, PAIRS, K: tl.constexpr, H: tl.constexpr, I: tl.constexpr,  # noqa: E741
+             M: tl.constexpr, N: tl.constexpr, B: tl.constexpr):  # fmt: skip
     n = tl.program_id(0) * N + tl.arange(0, N)
     block = tl.program_id(1)
     pair = tl.load(pair_ptr + block * M + tl.arange(0, M))
@@ -92,8 +92,8 @@ def _gate_up(x_ptr, w_ptr, expert_ptr, pair_ptr, h_ptr, PAIRS, K: tl.constexpr, 
 
 
 @triton.jit
-def _down(h_ptr, w_ptr, expert_ptr, pair_ptr, scale_ptr, y_ptr, PAIRS, H: tl.constexpr, I: tl.constexpr,
-          M: tl.constexpr, N: tl.constexpr, B: tl.constexpr):  # fmt: skip  # noqa: E741
+def _down(h_ptr, w_ptr, expert_ptr, pair_ptr, scale_ptr, y_ptr, PAIRS, H: tl.constexpr, I: tl.constexpr,  # noqa: E741
+          M: tl.constexpr, N: tl.constexpr, B: tl.constexpr):  # fmt: skip
     n = tl.program_id(0) * N + tl.arange(0, N)
     block = tl.program_id(1)
     pair = tl.load(pair_ptr + block * M + tl.arange(0, M))

@@ -79,7 +79,6 @@ def compile_spec(spec: KernelSpec, capability: int) -> CompiledKernel:
     options = {
         "num_warps": spec.num_warps,
         "num_stages": spec.num_stages,
-        "maxnreg": spec.max_registers,
         "enable_fp_fusion": spec.enable_fp_fusion,
         "launch_pdl": spec.pdl,
     }

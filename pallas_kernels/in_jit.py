@@ -46,7 +46,7 @@ def call(spec: KernelSpec, inputs: Sequence[Array]) -> tuple[Array, ...]:
         name=spec.name,
         num_warps=spec.num_warps,
         num_stages=spec.num_stages,
-        backend_options={"enable_fp_fusion": spec.enable_fp_fusion, "maxnreg": spec.max_registers},
+        backend_options={"enable_fp_fusion": spec.enable_fp_fusion},
         **operands,
         **dict(spec.constexprs),
     )

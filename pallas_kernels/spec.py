@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import inspect
@@ -47,7 +46,6 @@ class KernelSpec:
         constexprs: ``(name, value)`` of every other parameter.
         grid: programs of the launch, a function of the argument shapes alone (never of their contents).
         num_warps, num_stages: as Triton means them.
-        max_registers: bound on registers of a thread, so that more programs fit a multiprocessor; None: the compiler's.
         enable_fp_fusion: contraction of multiply and add; stated because Triton's default is changing.
         pdl: launched with programmatic dependent launch; the function then waits before its first access.
         reference: ``jax.numpy`` function of the ``"in"`` arguments that returns the ``"out"`` ones.
@@ -62,7 +60,6 @@ class KernelSpec:
     num_stages: int
     enable_fp_fusion: bool
     pdl: bool
-    max_registers: int | None = None
     reference: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
@@ -99,14 +96,9 @@ class KernelSpec:
             [(a.name, a.dtype, a.shape, a.role) for a in self.arguments],
             self.constexprs,
             self.grid,
-            (self.num_warps, self.num_stages, self.max_registers, self.enable_fp_fusion, self.pdl),
+            (self.num_warps, self.num_stages, self.enable_fp_fusion, self.pdl),
         ]
         return hashlib.sha256(repr(content).encode()).hexdigest()
-
-    def replace(self, **constexprs: Any) -> KernelSpec:
-        """The same launch with some constants changed."""
-        changed = {**dict(self.constexprs), **constexprs}
-        return dataclasses.replace(self, constexprs=tuple(changed.items()))
 
 
 def _sources(function: Any) -> list[str]:

@@ -19,7 +19,6 @@ class Tile:
         lag: blocks of gate-up that start before the first down tile.
         programs: programs that share the tiles of two rows or more; as many as the device holds at once.
         prefetch: reduced elements of each down row that are asked into L2 while waiting for gate-up.
-        max_registers: as `KernelSpec` means it.
     """
 
     block_m: int
@@ -30,7 +29,6 @@ class Tile:
     lag: int
     programs: int
     prefetch: int
-    max_registers: int | None = None
 
 
 def down_split(inner: int) -> int:

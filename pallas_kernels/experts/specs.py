@@ -122,7 +122,6 @@ def expert_ffn_spec(
         grid=(programs, 1, 1),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        max_registers=tile.max_registers,
         enable_fp_fusion=False,
         pdl=pdl,
         reference=functools.partial(reference, activation=activation, experts=experts),

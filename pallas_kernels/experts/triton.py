@@ -254,7 +254,9 @@ def expert_ffn(
                     bias = tl.load(down_bias_ptr + stack_row * HIDDEN + at, mask=inside, other=0.0)
                     total += tl.where(part == 0, bias.to(tl.float32), 0.0)[:, None]
                 tl.store(
-                    pair_ptr + (pair * SPLIT + part)[None, :] * HIDDEN + at[:, None], total, mask=live[None, :] & inside[:, None]
+                    pair_ptr + (pair * SPLIT + part)[None, :] * HIDDEN + at[:, None],
+                    total,
+                    mask=live[None, :] & inside[:, None],
                 )
                 tl.debug_barrier()
                 # One trip for both counts: the row's, and (first lane) the block's.

@@ -40,7 +40,7 @@ def test_every_activation_with_biases_slots_and_residual(activation):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize(("tokens", "k", "experts"), [(1, 2, 3), (1, 8, 8), (3, 1, 1), (17, 3, 5), (33, 4, 60)])
+@pytest.mark.parametrize(("tokens", "k", "experts"), [(1, 3, 3), (3, 1, 1), (17, 2, 5)])
 def test_row_counts_and_experts(tokens, k, experts, dtype):
     rng = np.random.default_rng(2)
     ids, scale = routing(rng, tokens, experts, k)
@@ -48,7 +48,7 @@ def test_row_counts_and_experts(tokens, k, experts, dtype):
     agrees(spec, run(spec, rng, ids, scale))
 
 
-@pytest.mark.parametrize("lag", [0, 1, 3, 100])
+@pytest.mark.parametrize("lag", [0, 1, 3])
 def test_every_lag_visits_every_tile(lag):
     rng = np.random.default_rng(3)
     ids, scale = routing(rng, 6, 5, 2)
@@ -105,14 +105,15 @@ def test_a_rows_bits_do_not_depend_on_its_company(tokens):
     for position in {0, tokens // 2, tokens - 1}:
         spec = expert_ffn_spec(tokens, 2, 6, 64, 40, dtype="float32", activation=ACTIVATIONS[0], tile=SMALL)
         ids, scale = routing(rng, tokens, 6, 2)
+        ids[position], scale[position] = one_ids[0], one_scale[0]
         made = buffers(spec, rng, ids, scale)
         made |= {name: alone[name] for name in ("gate_up_ptr", "down_ptr")}
-        made["x_ptr"][position], ids[position], scale[position] = alone["x_ptr"][0], one_ids[0], one_scale[0]
+        made["x_ptr"][position] = alone["x_ptr"][0]
         interpret(spec, made)
         np.testing.assert_array_equal(made["out_ptr"][position], alone["out_ptr"][0])
 
 
-@pytest.mark.parametrize(("tokens", "k", "experts", "block_n"), [(2, 4, 8, 8), (7, 3, 5, 8), (33, 8, 60, 16)])
+@pytest.mark.parametrize(("tokens", "k", "experts", "block_n"), [(2, 4, 8, 8), (7, 3, 5, 8), (17, 4, 12, 16)])
 @pytest.mark.parametrize("slots", [None, 70])
 def test_plan(tokens, k, experts, block_n, slots):
     rng = np.random.default_rng(10)
@@ -126,6 +127,20 @@ def test_plan(tokens, k, experts, block_n, slots):
     wanted = plan_blocks(ids, rows if slots else None, experts, block_n)
     for a, value in zip(spec.outputs, wanted, strict=True):
         np.testing.assert_array_equal(made[a.name], value)
+
+
+def test_a_wide_expert_is_reduced_in_parts():
+    rng = np.random.default_rng(11)
+    ids, scale = routing(rng, 3, 3, 2)
+    tile = Tile(block_m=64, block_k=512, num_warps=4, block_n=8, num_stages=3, lag=2, programs=5, prefetch=0)
+    spec = expert_ffn_spec(
+        3, 2, 3, 64, 7200, dtype="float32", activation=ACTIVATIONS[6], down_bias=True, tile=tile
+    )  # fmt: skip
+    assert dict(spec.constexprs)["SPLIT"] == 2
+    made = buffers(spec, rng, ids, scale)
+    made["down_ptr"] *= 0.01
+    interpret(spec, made)
+    agrees(spec, made)
 
 
 def test_bfloat16_is_refused():

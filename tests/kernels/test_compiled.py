@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import jax
 import pytest
 from cases import ACTIVATIONS
 
@@ -57,9 +58,9 @@ def test_matrix_units_take_the_weights_as_m():
 
 
 def test_old_devices_are_refused_with_both_numbers():
-    with pytest.raises(CannotServe, match="sm_75.*sm_80"):
+    with pytest.raises(CannotServe, match=r"sm_75.*sm_80"):
         compiled.compile_spec(ffn(), 75)
-    with pytest.raises(CannotServe, match="sm_80.*sm_90"):
+    with pytest.raises(CannotServe, match=r"sm_80.*sm_90"):
         compiled.compile_spec(ffn(pdl=True), 80)
 
 
@@ -78,11 +79,25 @@ def test_a_folder_gives_back_what_was_saved_and_refuses_another_source(tmp_path)
 
 def test_keys_follow_content():
     assert ffn(4).key == ffn(4).key
-    assert len({ffn(4).key, ffn(8).key, ffn(4, pdl=True).key, ffn(4, residual=True).key, plan_spec(4, 8, 128, 8).key}) == 5
+    others = (ffn(8), ffn(4, pdl=True), ffn(4, residual=True), plan_spec(4, 8, 128, 8))
+    assert len({ffn(4).key, *(spec.key for spec in others)}) == 5
 
 
 def test_what_fixes_the_arithmetic_does_not_look_at_the_rows():
     names = ("BLOCK_M", "BLOCK_K", "SPLIT")
     for shape in (QWEN3, MIXTRAL):
-        seen = {(*(dict(s.constexprs)[n] for n in names), s.num_warps) for s in (ffn(t, shape=shape) for t in range(1, 65))}
+        specs = [ffn(tokens, shape=shape) for tokens in range(1, 65)]
+        seen = {(*(dict(spec.constexprs)[n] for n in names), spec.num_warps) for spec in specs}
         assert len(seen) == 1
+
+
+@pytest.mark.parametrize("spec", [ffn(1), ffn(4), CASES["plan"]], ids=["one row", "four rows", "plan"])
+def test_inside_jit_the_outputs_have_the_specs_shapes(spec):
+    pytest.importorskip("jax_triton")
+    from moe_jax.pallas_kernels.in_jit import call
+
+    given = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in spec.inputs]
+    out = jax.eval_shape(lambda *xs: call(spec, xs), *given)
+    assert [(o.shape, o.dtype.name) for o in out] == [(a.shape, a.dtype) for a in spec.outputs]
+    with pytest.raises(InvalidArgument, match="number of inputs"):
+        call(spec, given[1:])
