@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -68,7 +69,7 @@ def event_time(run, repeats: int = 20) -> float:
         run()
         mark.record()
     torch.cuda.synchronize()
-    return float(np.median([a.elapsed_time(b) * 1e3 for a, b in zip(marks, marks[1:], strict=False)]))
+    return float(np.median([a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(marks)]))
 
 
 def graph_time(run, calls: int, repeats: int = 15) -> tuple[float, float]:
@@ -307,7 +308,7 @@ def peers(layer, clock, rates, report) -> None:
                         say(f"  peer {name} is wrong: {error:.2e}")
                         continue
 
-                    def chain(run_one=run_one, prepared=prepared) -> None:
+                    def chain(run_one=run_one, prepared=prepared, x=x) -> None:
                         for i, plan in enumerate(prepared):
                             run_one(x, plan, layer.sets[i % len(layer.sets)])
 

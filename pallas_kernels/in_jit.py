@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ def call(spec: KernelSpec, inputs: Sequence[Array]) -> tuple[Array, ...]:
     where = f"call({spec.name!r})"
     if len(inputs) != len(spec.inputs):
         raise InvalidArgument("number of inputs", where=where, got=len(inputs), wanted=len(spec.inputs))
-    operands: dict[str, object] = {}
+    operands: dict[str, Any] = {}
     for argument, array in zip(spec.inputs, inputs, strict=True):
         check_dtype(where, argument.name, array, (argument.dtype,))
         check_shape(where, argument.name, array, argument.shape)

@@ -36,7 +36,8 @@ def expert_ffn_spec(
     with this tile's ``block_n``, for more rows; ``gate_up`` ``[S, 2I, H]``; ``gate_up_bias`` ``[S, 2I]``;
     ``down`` ``[S, H, I]``; ``down_bias`` ``[S, H]``; ``residual`` ``[T, H]``, added last. An absent optional keeps its
     place with shape ``(1,)`` and is not read.
-    Scratch: ``inner`` ``[T * k, I]`` in ``dtype``, ``pair`` f32 ``[T * k * parts, H]``. State: counts of what is done, as `Argument` says.
+    Scratch: ``inner`` ``[T * k, I]`` in ``dtype``, ``pair`` f32 ``[T * k * parts, H]``. State: counts of what is done,
+    as `Argument` says.
     Output: ``out`` ``[T, H]``.
 
     Args:

@@ -13,7 +13,7 @@ def plan_blocks(
     from .specs import block_count
 
     flat = np.asarray(ids).reshape(-1)
-    count = block_count(*ids.shape, experts, block_n)
+    count = block_count(ids.shape[0], ids.shape[1], experts, block_n)
     row, pair = np.full(count, -1, np.int32), np.full((count, block_n), -1, np.int32)
     used = 0
     for e in range(experts):

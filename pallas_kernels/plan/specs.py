@@ -17,10 +17,10 @@ def plan_spec(
 ) -> KernelSpec:
     """Blocks of ``block_n`` pairs with one expert, from routed ids.
 
-    Inputs: ``ids`` int32 ``[T, k]`` (-1 or E: none); ``weight_row`` int32 ``[E]``, the slot of each expert in the weight
-    stacks. Outputs: ``used`` int32 ``[1]``, blocks that hold something; ``block_row`` int32 ``[N]``, where a block's
-    expert stands in the weight stacks (-1: unused); ``block_pair`` int32 ``[N, block_n]``, ``row * k + rank`` (-1:
-    padding). Blocks go by ascending expert, pairs keep their order.
+    Inputs: ``ids`` int32 ``[T, k]`` (-1 or E: none); ``weight_row`` int32 ``[E]``, the slot of each expert in the
+    weight stacks. Outputs: ``used`` int32 ``[1]``, blocks that hold something; ``block_row`` int32 ``[N]``, where a
+    block's expert stands in the weight stacks (-1: unused); ``block_pair`` int32 ``[N, block_n]``, ``row * k + rank``
+    (-1: padding). Blocks go by ascending expert, pairs keep their order.
 
     Args:
         slots: rows of the weight stacks when experts live in slots; None: expert e is row e, ``weight_row`` is absent.
