@@ -18,6 +18,13 @@ from .errors import CannotServe, InvalidArgument, SlowPathWarning
 from .mesh_axes import call_plain
 
 
+class OutOfScope(str):
+    """A reason to decline that lies in what a back end is made for, such as its number of rows.
+
+    `Choice` tells it like any other. No warning does: nothing about the machine or the call is to be put right.
+    """
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of an operation. ``refusal`` and ``run`` take the same arguments."""
@@ -82,9 +89,10 @@ class Operation:
         )
 
     def __call__(self, *args: Any, backend: str = "auto") -> Any:
-        """Choose and run. On a GPU a declined kernel is reported once per reason."""
+        """Choose and run. On a GPU a declined kernel is reported once per reason, unless that is `OutOfScope`."""
         chosen, choice = self.choose(*args, backend=backend)
-        if choice.declined and jax.default_backend() == "gpu":
+        to_mend = any(not isinstance(reason, OutOfScope) for _, reason in choice.declined)
+        if to_mend and jax.default_backend() == "gpu":
             _report_slow_path(choice)
         return call_plain(chosen.run, args)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from moe_jax.pallas_kernels.dispatch import Operation
+from moe_jax.pallas_kernels.errors import CannotServe
 from moe_jax.pallas_kernels.grouped_moe import Activation, ExpertWeights, MoEConfig, SharedExpert
 from moe_jax.pallas_kernels.route import RouterConfig, Routing
 
@@ -23,6 +24,24 @@ def backends_of(operation: Operation) -> list[Any]:
     """Every back end as a parameter: the reference on the CPU, all of them on the GPU."""
     on_gpu = [pytest.param(b.name, id=f"{b.name}-gpu", marks=pytest.mark.gpu) for b in operation.backends]
     return [pytest.param("reference", id="reference"), *on_gpu]
+
+
+@contextmanager
+def served(backend: str, rows: int, dtype: Any = "float32") -> Iterator[None]:
+    """The body of a test that names a back end of `grouped_moe`: outside what that one is for, it must be refused so.
+
+    What each back end is for is written down here once more, so that none gives way silently and none is skipped.
+    """
+    reason = None
+    if backend == "triton" and not 1 <= rows <= 64:
+        reason = f"triton: {rows} rows: the kernels take 1 to 64"
+    if backend == "triton" and np.dtype(dtype) == np.float64:
+        reason = "triton: float64 rows"
+    if reason is None:
+        yield
+        return
+    with pytest.raises(CannotServe, match=reason):
+        yield
 
 
 both_modes = pytest.mark.parametrize("mode", ["eager", "jit"])

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from moe_jax.pallas_kernels import dispatch
-from moe_jax.pallas_kernels.dispatch import Backend, Choice, Operation
+from moe_jax.pallas_kernels.dispatch import Backend, Choice, Operation, OutOfScope
 from moe_jax.pallas_kernels.errors import CannotServe, InvalidArgument, MoeJaxError, SlowPathWarning
 from moe_jax.pallas_kernels.grouped_moe.api import GROUPED_MOE
 from moe_jax.pallas_kernels.route.api import ROUTE
@@ -83,6 +83,18 @@ def test_C108_forced_fallback_warns_once() -> None:
     # Another reason is another report.
     with pytest.warns(SlowPathWarning, match="needs sm_80"):
         operation(log, triton="needs sm_80", reference=None)(1)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_what_a_back_end_is_not_made_for_is_told_but_not_warned_of() -> None:
+    op = operation([], triton=OutOfScope("65 rows: takes 1 to 64"), reference=None)
+    assert str(op.choose(1)[1]) == "sum: reference\n  triton declined: 65 rows: takes 1 to 64"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert op(1) == "reference"
+    # A second back end's reason is one to mend.
+    with pytest.warns(SlowPathWarning, match=r"(?s)needs sm_90.*65 rows"):
+        operation([], mosaic="needs sm_90", triton=OutOfScope("65 rows: takes 1 to 64"), reference=None)(1)
 
 
 @pytest.mark.usefixtures("on_gpu")

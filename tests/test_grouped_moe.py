@@ -106,7 +106,7 @@ def naive(x: jax.Array, r: Routing, w: ExpertWeights) -> jax.Array:
 @every_backend
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_error_is_at_most_twice_that_of_a_naive_computation(dtype: str, backend: str) -> None:
-    with jax.enable_x64(dtype == "float64"):
+    with bench.served(backend, 40, dtype), jax.enable_x64(dtype == "float64"):
         config, weights = layer(6, 3, 64, 48, dtype=dtype)
         x, r = normal(1, (40, 64), dtype), routing(random_ids(2, 40, 3, 6))
         if dtype == "float64":
@@ -217,13 +217,14 @@ def test_C06_empty_batch(mode: str, dtype: str, backend: str) -> None:
     config, weights = layer(4, 2, 16, 12, dtype=dtype, biases=True, shared=8, shared_gate=True)
     f = moe(config, backend)
     x, logits = jnp.zeros((0, 16), dtype), jnp.zeros((0, 4))
-    got = run(mode, f, x, logits, weights)
-    assert got.shape == (0, 16)
-    assert got.dtype == x.dtype
-    assert run(mode, jax.vmap(f, in_axes=(0, 0, None)), x[None], logits[None], weights).shape == (1, 0, 16)
-    grads = run(mode, jax.grad(lambda *a: f(*a).sum().astype(jnp.float32), argnums=(0, 1, 2)), x, logits, weights)
-    assert grads[0].shape == (0, 16)
-    assert all((np.asarray(g) == 0).all() for g in jax.tree.leaves(grads[2]))
+    with bench.served(backend, rows=0):
+        got = run(mode, f, x, logits, weights)
+        assert got.shape == (0, 16)
+        assert got.dtype == x.dtype
+        assert run(mode, jax.vmap(f, in_axes=(0, 0, None)), x[None], logits[None], weights).shape == (1, 0, 16)
+        grads = run(mode, jax.grad(lambda *a: f(*a).sum().astype(jnp.float32), argnums=(0, 1, 2)), x, logits, weights)
+        assert grads[0].shape == (0, 16)
+        assert all((np.asarray(g) == 0).all() for g in jax.tree.leaves(grads[2]))
     assert run(mode, f, jnp.ones((1, 16), dtype), jnp.zeros((1, 4)), weights).shape == (1, 16)
 
 
@@ -257,7 +258,8 @@ def test_C23_block_rows_steps() -> None:
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [*ALL_SIZES, *BLOCK_STEPS])
 def test_C23_any_number_of_experts(experts: int, top_k: int, tokens: int, backend: str) -> None:
     config, weights = layer(experts, top_k, 8, 4)
-    check(normal(1, (tokens, 8)), routing(random_ids(2, tokens, top_k, experts)), weights, config, backend)
+    with bench.served(backend, tokens):
+        check(normal(1, (tokens, 8)), routing(random_ids(2, tokens, top_k, experts)), weights, config, backend)
 
 
 @every_backend
@@ -373,9 +375,10 @@ def test_C71_one_and_4096_rows_in_one_program(backend: str) -> None:
     f = moe(config, backend)
     step = jax.jit(lambda a, ra, b, rb, w: (f(a, ra, w), f(b, rb, w)))
     want = truth.grouped_moe(x[:50], r.weights[:50], r.ids[:50], weights, config)
-    for args in ((one, r_one, x, r), (x, r, one, r_one), (one, r_one, x, r)):
-        for rows in step(*args, weights):
-            assert_close(rows[:50], want[: len(rows)])
+    with bench.served(backend, 4096):
+        for args in ((one, r_one, x, r), (x, r, one, r_one), (one, r_one, x, r)):
+            for rows in step(*args, weights):
+                assert_close(rows[:50], want[: len(rows)])
 
 
 SHAPES = [(1, 3, 3), (4, 2, 9), (7, 4, 20)]

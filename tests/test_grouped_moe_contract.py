@@ -93,12 +93,13 @@ def test_C108_memory_grows_with_rows_not_with_experts(backend: str) -> None:
         assert got <= 4 * (4 * tokens * top_k * hidden) + 4 * 3 * inner * hidden * 2 + (1 << 20)
         return got
 
-    base = measured(64, 256)
-    dense = 4 * 8192 * 64 * 2 * 256
-    assert base < dense / 4
-    assert measured(256, 256) <= 1.5 * base  # only more padding, although four times the experts
-    assert measured(64, 1024) - base <= 8 * 3 * 768 * 512 * 4  # a few rows of one expert, not of all
-    assert measured(64, 256, tokens=2048) <= 0.5 * base
+    with bench.served(backend, 8192):
+        base = measured(64, 256)
+        dense = 4 * 8192 * 64 * 2 * 256
+        assert base < dense / 4
+        assert measured(256, 256) <= 1.5 * base  # only more padding, although four times the experts
+        assert measured(64, 1024) - base <= 8 * 3 * 768 * 512 * 4  # a few rows of one expert, not of all
+        assert measured(64, 256, tokens=2048) <= 0.5 * base
 
 
 @every_backend
@@ -107,14 +108,15 @@ def test_C108_gradients_need_no_dense_product(backend: str) -> None:
     step = jax.grad(lambda *a: moe(config, backend)(*a).astype(jnp.float32).sum(), argnums=(0, 2))
     rows, weights = 4 * 4096 * 2 * 128, 2 * 64 * 3 * 64 * 128
     # Rows of pairs and of their cotangents, and one f32 accumulator of the weights.
-    assert temp_bytes(step, *args) <= 8 * rows + 3 * 2 * weights
+    with bench.served(backend, 4096):
+        assert temp_bytes(step, *args) <= 8 * rows + 3 * 2 * weights
 
 
 def test_explain_runs_nothing() -> None:
     config, weights = layer(13, 2, 16, 12)  # a size of its own: nothing is compiled yet
     x, logits = normal(1, (5, 16)), normal(2, (5, 13))
     with bench.counted_compiles() as compiles:
-        assert str(explain(x, logits, weights, config)) == "grouped_moe: reference"
+        assert explain(x, logits, weights, config).backend == "reference"
     assert not compiles
     assert explain(x, route(logits, config.router), weights, config).backend == "reference"
     chosen = []
@@ -177,7 +179,7 @@ def shared(**fields: Any) -> ExpertWeights:
         (lambda: grouped_moe(X, Routing(R.weights[:, :0], R.ids[:, :0]), WEIGHTS, CONFIG), "0", "at least 1"),
         (lambda: grouped_moe(X, R, WEIGHTS, CONFIG, selection_bias=LOGITS[0]), "an array", "None, or router logits"),
         (lambda: grouped_moe(X, LOGITS, WEIGHTS, CONFIG, selection_bias=LOGITS), "[3, 4]", "[4]"),
-        (lambda: grouped_moe(X, LOGITS, WEIGHTS, CONFIG, backend="cuda"), "'cuda'", "auto, reference"),
+        (lambda: grouped_moe(X, LOGITS, WEIGHTS, CONFIG, backend="cuda"), "'cuda'", "auto, triton, reference"),
         (lambda: grouped_moe(X, R, replaced(down=WEIGHTS.down[:3]), CONFIG), "[4, 12, 8]", "[3, 12, 8]"),
         (lambda: grouped_moe(X, LOGITS, layer(3, 2, 8, 6)[1], CONFIG), "3", "router.experts=4"),
         (lambda: grouped_moe(X, R, replaced(down=None), CONFIG), "NoneType", "an array"),

@@ -73,7 +73,7 @@ def test_gradients_match_dense_autodiff(mode: str, activation: Activation, token
 
 @every_backend
 def test_gradients_match_finite_differences(backend: str) -> None:
-    with jax.enable_x64(True):
+    with bench.served(backend, 7, "float64"), jax.enable_x64(True):
         config, weights = layer(4, 2, 6, 5, dtype=jnp.float64, biases=True, shared=4, shared_gate=True)
         x, r = normal(1, (7, 6), jnp.float64), routing(random_ids(2, 7, 2, 4, sentinels=True))
         check_grads(lambda x, w: grouped_moe(x, r, w, config, backend=backend), (x, weights), 1, ["rev"], rtol=1e-6)
@@ -105,18 +105,19 @@ def test_C07_empty_experts_get_exactly_zero_gradients(backend: str) -> None:
     config, weights = layer(17, 1, 8, 4, biases=True)
     step = jax.jit(jax.grad(loss(config, backend), argnums=2))
     x = normal(1, (153, 8))
-    for sizes in SIZES.values():
-        ids = np.random.default_rng(2).permutation(np.repeat(np.arange(17), sizes))[:, None]
-        empty = np.array(sizes) == 0
-        # NaN in the weights of empty experts must not leak anywhere.
-        poisoned = jax.tree.map(
-            lambda w, empty=empty: jnp.where(empty.reshape(-1, *[1] * (w.ndim - 1)), jnp.nan, w), weights
-        )
-        got, want = step(x, routing(ids), poisoned), step(x, routing(ids), weights)
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            assert (np.asarray(a)[empty] == 0).all()
-            assert (np.abs(np.asarray(a)[~empty]).reshape((~empty).sum(), -1).max(axis=1) > 0).all()
-            np.testing.assert_array_equal(a, b)
+    with bench.served(backend, 153):
+        for sizes in SIZES.values():
+            ids = np.random.default_rng(2).permutation(np.repeat(np.arange(17), sizes))[:, None]
+            empty = np.array(sizes) == 0
+            # NaN in the weights of empty experts must not leak anywhere.
+            poisoned = jax.tree.map(
+                lambda w, empty=empty: jnp.where(empty.reshape(-1, *[1] * (w.ndim - 1)), jnp.nan, w), weights
+            )
+            got, want = step(x, routing(ids), poisoned), step(x, routing(ids), weights)
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                assert (np.asarray(a)[empty] == 0).all()
+                assert (np.abs(np.asarray(a)[~empty]).reshape((~empty).sum(), -1).max(axis=1) > 0).all()
+                np.testing.assert_array_equal(a, b)
 
 
 @every_backend
@@ -124,10 +125,13 @@ def test_C07_the_reported_sizes_scaled_down(backend: str) -> None:
     config, weights = layer(6, 1, 64, 24, dtype=jnp.bfloat16)
     sizes = [16, 0, 258, 45, 0, 8]
     ids = np.repeat(np.arange(6), sizes)[:, None]
-    got = quick(jax.grad(loss(config, backend), argnums=2), normal(1, (327, 64), jnp.bfloat16), routing(ids), weights)
-    for leaf in jax.tree.leaves(got):
-        nonzero = [bool((np.asarray(expert) != 0).any()) for expert in leaf]
-        assert nonzero == [size > 0 for size in sizes]
+    with bench.served(backend, 327):
+        got = quick(
+            jax.grad(loss(config, backend), argnums=2), normal(1, (327, 64), jnp.bfloat16), routing(ids), weights
+        )
+        for leaf in jax.tree.leaves(got):
+            nonzero = [bool((np.asarray(expert) != 0).any()) for expert in leaf]
+            assert nonzero == [size > 0 for size in sizes]
 
 
 @every_backend

@@ -223,13 +223,14 @@ def grouped_moe(
     ranks = (scale.T, pairs.swapaxes(0, 1))
     total, _ = lax.scan(add_rank, start, ranks, unroll=min(routing.ids.shape[1], 16))
     if weights.shared is not None:
-        total = total + _shared(x, weights.shared, config, pairs.dtype)
+        total = total + shared_expert(x, weights.shared, config, pairs.dtype)
     return total.astype(x.dtype)
 
 
-def _shared(
+def shared_expert(
     x: Float[Array, "T H"], shared: SharedExpert, config: MoEConfig, accumulate: jnp.dtype
 ) -> Float[Array, "T H"]:
+    """The always-on expert, in the dtype of accumulation."""
     h = activate(_matmul(x, shared.gate_up, accumulate), config.activation)
     y = _matmul(h.astype(x.dtype), shared.down, accumulate)
     if shared.gate is not None:

@@ -1,0 +1,151 @@
+"""Kernels compiled ahead of time, without a GPU, into cubins that the launcher loads; and folders of them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from .errors import CannotServe, InvalidArgument
+from .spec import DTYPES, KernelSpec
+
+MINIMUM_CAPABILITY = 80
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledKernel:
+    """A cubin and what a launch of it needs.
+
+    Attributes:
+        key: the spec's key.
+        source_hash: the spec's source hash.
+        capability: 80, 90, … as compiled for.
+        builder: ``"triton X.Y.Z"``.
+        symbol: name of the function inside.
+        threads, shared: threads of a program, dynamic shared memory in bytes.
+        global_scratch, profile_scratch: bytes per program behind Triton's two trailing pointers.
+    """
+
+    key: str
+    source_hash: str
+    capability: int
+    builder: str
+    symbol: str
+    threads: int
+    shared: int
+    global_scratch: int
+    profile_scratch: int
+    cubin: bytes
+
+
+class Resources(NamedTuple):
+    """What a cubin takes: registers of a thread; stack and local memory in bytes of a thread; static shared bytes."""
+
+    registers: int
+    stack: int
+    local: int
+    shared: int
+
+
+def compile_spec(spec: KernelSpec, capability: int) -> CompiledKernel:
+    """Compile for a capability such as 90. Needs Triton, no GPU.
+
+    Raises:
+        CannotServe: a capability below 80, or programmatic dependent launch below 90.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    where = f"compile_spec({spec.name!r})"
+    needed = 90 if spec.pdl else MINIMUM_CAPABILITY
+    if capability < needed:
+        raise CannotServe("compute capability", where=where, got=f"sm_{capability}", wanted=f"sm_{needed} or newer")
+    types = {a.name: "*" + DTYPES[a.dtype] for a in spec.arguments}
+    constants = dict(spec.constexprs)
+    source = ASTSource(
+        fn=spec.function,
+        signature={name: types.get(name, "constexpr") for name in spec.function.arg_names},
+        constexprs=constants,
+        # Every buffer begins at a multiple of 16 bytes: what makes 16-byte loads possible.
+        attrs={(spec.function.arg_names.index(name),): [["tt.divisibility", 16]] for name in types},
+    )
+    options = {
+        "num_warps": spec.num_warps,
+        "num_stages": spec.num_stages,
+        "enable_fp_fusion": spec.enable_fp_fusion,
+        "launch_pdl": spec.pdl,
+    }
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    meta = built.metadata
+    return CompiledKernel(
+        key=spec.key,
+        source_hash=spec.source_hash,
+        capability=capability,
+        builder=f"triton {triton.__version__}",
+        symbol=meta.name,
+        threads=meta.num_warps * 32,
+        shared=meta.shared,
+        global_scratch=meta.global_scratch_size,
+        profile_scratch=meta.profile_scratch_size,
+        cubin=built.asm["cubin"],
+    )
+
+
+def save(folder: Path | str, kernels: Iterable[CompiledKernel]) -> None:
+    """Add kernels to a folder: ``KEY-smNN.cubin`` beside ``KEY-smNN.json``."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for kernel in kernels:
+        stem = f"{kernel.key[:32]}-sm{kernel.capability}"
+        meta = asdict(kernel)
+        (folder / f"{stem}.cubin").write_bytes(meta.pop("cubin"))
+        (folder / f"{stem}.json").write_text(json.dumps(meta, indent=1))
+
+
+def load(folder: Path | str, spec: KernelSpec, capability: int) -> CompiledKernel:
+    """The kernel of a spec from a folder, whichever Triton built it.
+
+    Raises:
+        InvalidArgument: not there, or built from another source.
+    """
+    where, stem = f"load({str(folder)!r})", f"{spec.key[:32]}-sm{capability}"
+    path = Path(folder) / f"{stem}.json"
+    if not path.exists():
+        raise InvalidArgument("no cubin", where=where, got=f"no {path.name}", wanted=f"{spec.name} for sm_{capability}")
+    meta = json.loads(path.read_text())
+    if meta["source_hash"] != spec.source_hash or meta["key"] != spec.key:
+        raise InvalidArgument("source of cubin", where=where, got=meta["source_hash"], wanted=spec.source_hash)
+    return CompiledKernel(cubin=path.with_suffix(".cubin").read_bytes(), **meta)
+
+
+def resources(kernel: CompiledKernel) -> Resources:
+    """Registers, stack, local and shared memory as the assembler reports them (Triton's own ``cuobjdump``)."""
+    text = _cuobjdump(kernel.cubin, "-res-usage")
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+    return Resources(found["REG"], found["STACK"], found["LOCAL"], found["SHARED"])
+
+
+def disassembly(kernel: CompiledKernel) -> str:
+    """Machine code as text."""
+    return _cuobjdump(kernel.cubin, "-sass")
+
+
+def _cuobjdump(cubin: bytes, option: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([_tool(), option, file.name], check=True, capture_output=True, text=True).stdout
+
+
+@functools.cache
+def _tool() -> str:
+    from triton import knobs
+
+    return knobs.nvidia.cuobjdump.path

@@ -1,0 +1,129 @@
+"""The expert kernel bound to shapes, an activation and a tile."""
+
+from __future__ import annotations
+
+import functools
+
+from ..errors import InvalidArgument
+from ..grouped_moe.activation import Activation
+from ..plan.specs import block_count, power_of_two
+from ..spec import Argument, KernelSpec
+from .heuristics import MAX_ROWS, Tile, down_split, tile_for
+from .reference import expert_ffn as reference
+
+
+def expert_ffn_spec(
+    tokens: int,
+    top_k: int,
+    experts: int,
+    hidden: int,
+    inner: int,
+    *,
+    dtype: str,
+    activation: Activation,
+    slots: int | None = None,
+    gate_up_bias: bool = False,
+    down_bias: bool = False,
+    residual: bool = False,
+    tile: Tile | None = None,
+    pdl: bool = False,
+) -> KernelSpec:
+    """One launch of gate-up, activation, down and the weighted sum in rank order, for 1 to 64 rows.
+
+    Inputs, in order: ``x`` ``[T, H]``; ``ids`` int32 and ``scale`` f32 ``[T, k]`` (a `Routing`; ids of -1 or E add
+    exactly 0, so a step with fewer rows than T marks the others so); ``weight_row`` int32 ``[E]``, the slot
+    of each expert in the weight stacks, for a single row; ``used``, ``block_row`` and ``block_pair`` from `plan_spec`
+    with this tile's ``block_n``, for more rows; ``gate_up`` ``[S, 2I, H]``; ``gate_up_bias`` ``[S, 2I]``;
+    ``down`` ``[S, H, I]``; ``down_bias`` ``[S, H]``; ``residual`` ``[T, H]``, added last. An absent optional keeps its
+    place with shape ``(1,)`` and is not read.
+    Scratch: ``inner`` ``[T * k, I]`` in ``dtype``, ``pair`` f32 ``[T * k * parts, H]``. State: counts of what is done,
+    as `Argument` says.
+    Output: ``out`` ``[T, H]``.
+
+    Args:
+        dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``, of activations and weights; sums are f32.
+        slots: rows S of the weight stacks when experts live in slots; None: expert e is row e.
+        tile: by default `tile_for`.
+        pdl: launch while the kernel before still runs (sm_90).
+
+    Raises:
+        InvalidArgument: rows, dtype or tile out of range.
+    """
+    where = "expert_ffn_spec"
+    if not 1 <= tokens <= MAX_ROWS:
+        raise InvalidArgument("rows", where=where, got=tokens, wanted=f"1 to {MAX_ROWS}")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise InvalidArgument("dtype", where=where, got=dtype, wanted="bfloat16, float16 or float32")
+    tile = tile or tile_for(tokens, top_k, experts, hidden, inner, dtype)
+    if tile.lag < 1:
+        raise InvalidArgument("tile.lag", where=where, got=tile.lag, wanted="at least 1")
+    if tile.prefetch > inner // down_split(inner):
+        raise InvalidArgument("tile.prefetch", where=where, got=tile.prefetch, wanted="at most one part of I")
+    from .triton import expert_ffn as kernel
+
+    stack = experts if slots is None else slots
+    rows = activation.rows(inner)
+    split = down_split(inner)
+    gate_tiles, columns = -(-rows // tile.block_m), -(-hidden // tile.block_m)
+    blocks = top_k if tokens == 1 else block_count(tokens, top_k, experts, tile.block_n)
+    pairs = tokens * top_k
+    tiles = blocks * (gate_tiles + columns * split)
+    programs = tiles if tokens == 1 else max(columns, min(tiles, tile.programs))
+    none = (1,)
+    arguments = (
+        Argument("x_ptr", dtype, (tokens, hidden), "in"),
+        Argument("ids_ptr", "int32", (tokens, top_k), "in"),
+        Argument("scale_ptr", "float32", (tokens, top_k), "in"),
+        Argument("weight_row_ptr", "int32", (experts,) if slots is not None and tokens == 1 else none, "in"),
+        Argument("used_ptr", "int32", (1,), "in"),
+        Argument("block_row_ptr", "int32", none if tokens == 1 else (blocks,), "in"),
+        Argument("block_pair_ptr", "int32", none if tokens == 1 else (blocks, tile.block_n), "in"),
+        Argument("gate_up_ptr", dtype, (stack, rows, hidden), "in"),
+        Argument("gate_up_bias_ptr", dtype, (stack, rows) if gate_up_bias else none, "in"),
+        Argument("down_ptr", dtype, (stack, hidden, inner), "in"),
+        Argument("down_bias_ptr", dtype, (stack, hidden) if down_bias else none, "in"),
+        Argument("residual_ptr", dtype, (tokens, hidden) if residual else none, "in"),
+        Argument("inner_ptr", dtype, (pairs, inner), "scratch"),
+        Argument("pair_ptr", "float32", (pairs * split, hidden), "scratch"),
+        Argument("state_ptr", "int32", (1 + blocks + tokens * columns,), "state"),
+        Argument("out_ptr", dtype, (tokens, hidden), "out"),
+    )
+    return KernelSpec(
+        name="expert_ffn",
+        function=kernel,
+        arguments=arguments,
+        constexprs=(
+            ("TOKENS", tokens),
+            ("TOKENS_POW2", power_of_two(tokens)),
+            ("TOP_K", top_k),
+            ("TOP_K_POW2", power_of_two(top_k)),
+            ("EXPERTS", experts),
+            ("HIDDEN", hidden),
+            ("INNER", inner),
+            ("BLOCKS", blocks),
+            ("INDIRECT", slots is not None),
+            ("ACTIVATION", activation.name),
+            ("GATED", activation.gated),
+            ("HALVES", activation.layout == "halves"),
+            ("LIMIT", float(activation.limit or 0.0)),
+            ("LIMIT_AFTER", bool(activation.limit_after)),
+            ("ALPHA", float(activation.alpha or 0.0)),
+            ("GATE_UP_BIAS", gate_up_bias),
+            ("DOWN_BIAS", down_bias),
+            ("RESIDUAL", residual),
+            ("BLOCK_M", tile.block_m),
+            ("BLOCK_N", tile.block_n),
+            ("BLOCK_K", tile.block_k),
+            ("SPLIT", split),
+            ("LAG", min(tile.lag, blocks)),
+            ("PROGRAMS", programs),
+            ("PREFETCH", tile.prefetch),
+            ("PDL", pdl),
+        ),
+        grid=(programs, 1, 1),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=False,
+        pdl=pdl,
+        reference=functools.partial(reference, activation=activation, experts=experts),
+    )

@@ -1,0 +1,121 @@
+"""One frozen description of a kernel launch; `in_jit`, `compiled` and `interpret` are built from it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .errors import InvalidArgument
+
+Role = Literal["in", "out", "scratch", "state"]
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A pointer argument, in the kernel's own order.
+
+    Attributes:
+        name: parameter name in the Triton function.
+        dtype: numpy name of the element type.
+        shape: shape of the whole buffer.
+        role: ``"in"`` is only read; ``"out"`` is written everywhere; ``"scratch"`` holds nothing before or
+            after; ``"state"`` is zero before the first launch and left zero by every launch, so a caller
+            may keep one buffer for ever or hand in fresh zeros. It is the only input that is written.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    role: Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSpec:
+    """A Triton kernel bound to shapes and constants; equal content gives an equal `key` in every process.
+
+    Attributes:
+        name: name of the operation, for messages and tables.
+        function: the ``triton.jit`` function.
+        arguments: every pointer parameter, in order.
+        constexprs: ``(name, value)`` of every other parameter.
+        grid: programs of the launch, a function of the argument shapes alone (never of their contents).
+        num_warps, num_stages: as Triton means them.
+        enable_fp_fusion: contraction of multiply and add; stated because Triton's default is changing.
+        pdl: launched with programmatic dependent launch; the function then waits before its first access.
+        reference: ``jax.numpy`` function of the ``"in"`` arguments that returns the ``"out"`` ones.
+    """
+
+    name: str
+    function: Any
+    arguments: tuple[Argument, ...]
+    constexprs: tuple[tuple[str, Any], ...]
+    grid: tuple[int, int, int]
+    num_warps: int
+    num_stages: int
+    enable_fp_fusion: bool
+    pdl: bool
+    reference: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        wanted = list(self.function.arg_names)
+        got = [a.name for a in self.arguments] + [name for name, _ in self.constexprs]
+        if sorted(wanted) != sorted(got) or [n for n in wanted if n in {a.name for a in self.arguments}] != [
+            a.name for a in self.arguments
+        ]:
+            raise InvalidArgument("parameters", where=f"KernelSpec({self.name!r})", got=got, wanted=wanted)
+        unknown = [a.dtype for a in self.arguments if a.dtype not in DTYPES]
+        if unknown:
+            raise InvalidArgument("dtype", where=f"KernelSpec({self.name!r})", got=unknown, wanted=", ".join(DTYPES))
+
+    @property
+    def inputs(self) -> tuple[Argument, ...]:
+        """Arguments the caller supplies the contents of."""
+        return tuple(a for a in self.arguments if a.role == "in")
+
+    @property
+    def outputs(self) -> tuple[Argument, ...]:
+        """Arguments the caller reads afterwards."""
+        return tuple(a for a in self.arguments if a.role == "out")
+
+    @functools.cached_property
+    def source_hash(self) -> str:
+        """sha256 of the kernel's source and of every ``triton.jit`` function it calls."""
+        return hashlib.sha256("\n".join(_sources(self.function)).encode()).hexdigest()
+
+    @functools.cached_property
+    def key(self) -> str:
+        """sha256 of the content: source, shapes, constants and compiler options; no address, no ``id()``."""
+        content = [
+            self.source_hash,
+            [(a.name, a.dtype, a.shape, a.role) for a in self.arguments],
+            self.constexprs,
+            self.grid,
+            (self.num_warps, self.num_stages, self.enable_fp_fusion, self.pdl),
+        ]
+        return hashlib.sha256(repr(content).encode()).hexdigest()
+
+
+def _sources(function: Any) -> list[str]:
+    """Source texts of a Triton function and the project's Triton functions it reaches, each once, by name."""
+    found: dict[str, str] = {}
+
+    def visit(triton_function: Any) -> None:
+        plain = triton_function.fn
+        name = f"{plain.__module__}.{plain.__qualname__}"
+        if name in found:
+            return
+        found[name] = inspect.getsource(plain)
+        for used in plain.__code__.co_names:
+            value = plain.__globals__.get(used)
+            inner = getattr(value, "fn", None)
+            if isinstance(inner, types.FunctionType) and not inner.__module__.startswith("triton."):
+                visit(value)
+
+    visit(function)
+    return [f"{name}\n{text}" for name, text in sorted(found.items())]

@@ -1,0 +1,149 @@
+"""Run by test_interpreter.py in a process of its own, where Triton interprets instead of compiling."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import ACTIVATIONS, buffers, routing
+
+from moe_jax.pallas_kernels.errors import CannotServe, InvalidArgument
+from moe_jax.pallas_kernels.experts import Tile, expert_ffn_spec
+from moe_jax.pallas_kernels.interpret import interpret
+from moe_jax.pallas_kernels.plan import plan_spec
+from moe_jax.pallas_kernels.plan.reference import plan_blocks
+
+SMALL = Tile(block_m=32, block_k=32, num_warps=4, block_n=8, num_stages=3, lag=2, programs=5, prefetch=0)
+
+
+def run(spec, rng, ids, scale):
+    made = buffers(spec, rng, ids, scale)
+    interpret(spec, made)
+    assert not made["state_ptr"].any()
+    return made
+
+
+def agrees(spec, made):
+    wanted = spec.reference(*(jnp.asarray(made[a.name]) for a in spec.inputs))
+    np.testing.assert_allclose(made["out_ptr"], np.asarray(wanted), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: f"{a.name}-{a.layout}-{a.limit_after}")
+def test_every_activation_with_biases_slots_and_residual(activation):
+    rng = np.random.default_rng(1)
+    ids, scale = routing(rng, 5, 6, 2)
+    spec = expert_ffn_spec(
+        5, 2, 6, 72, 40, dtype="float32", activation=activation, slots=9, gate_up_bias=True, down_bias=True,
+        residual=True, tile=SMALL,
+    )  # fmt: skip
+    agrees(spec, run(spec, rng, ids, scale))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(("tokens", "k", "experts"), [(1, 3, 3), (3, 1, 1), (17, 2, 5)])
+def test_row_counts_and_experts(tokens, k, experts, dtype):
+    rng = np.random.default_rng(2)
+    ids, scale = routing(rng, tokens, experts, k)
+    spec = expert_ffn_spec(tokens, k, experts, 64, 72, dtype=dtype, activation=ACTIVATIONS[0], tile=SMALL)
+    agrees(spec, run(spec, rng, ids, scale))
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_every_lag_visits_every_tile(lag):
+    rng = np.random.default_rng(3)
+    ids, scale = routing(rng, 6, 5, 2)
+    tile = Tile(block_m=32, block_k=32, num_warps=4, block_n=8, num_stages=3, lag=lag, programs=3, prefetch=0)
+    if lag == 0:
+        with pytest.raises(InvalidArgument, match="lag"):
+            expert_ffn_spec(6, 2, 5, 64, 40, dtype="float32", activation=ACTIVATIONS[0], tile=tile)
+        return
+    spec = expert_ffn_spec(6, 2, 5, 64, 40, dtype="float32", activation=ACTIVATIONS[0], tile=tile)
+    agrees(spec, run(spec, rng, ids, scale))
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_C03_sentinels_add_exactly_zero(residual):
+    rng = np.random.default_rng(4)
+    ids = np.array([[-1, 5], [4, -1], [-1, 8], [6, 7]], np.int32)
+    _, scale = routing(rng, 4, 8, 2)
+    scale[0, 0] = np.nan
+    spec = expert_ffn_spec(4, 2, 8, 64, 40, dtype="float32", activation=ACTIVATIONS[0], residual=residual, tile=SMALL)
+    made = run(spec, rng, ids, scale)
+    agrees(spec, made)
+    np.testing.assert_array_equal(made["out_ptr"][2], made["residual_ptr"][2] if residual else 0)
+
+
+def test_all_rows_absent_and_one_row_absent():
+    rng = np.random.default_rng(5)
+    for tokens in (1, 3):
+        ids, scale = np.full((tokens, 2), -1, np.int32), np.ones((tokens, 2), np.float32)
+        spec = expert_ffn_spec(tokens, 2, 4, 64, 40, dtype="float32", activation=ACTIVATIONS[0], tile=SMALL)
+        assert not run(spec, rng, ids, scale)["out_ptr"].any()
+
+
+def test_an_expert_twice_in_a_row_counts_twice():
+    rng = np.random.default_rng(6)
+    ids, scale = np.array([[2, 2, 1], [1, 2, 1]], np.int32), np.ones((2, 3), np.float32)
+    for tokens in (1, 2):
+        spec = expert_ffn_spec(tokens, 3, 4, 64, 40, dtype="float32", activation=ACTIVATIONS[0], tile=SMALL)
+        agrees(spec, run(spec, rng, ids[:tokens], scale[:tokens]))
+
+
+def test_more_rows_of_one_expert_than_a_block_holds():
+    rng = np.random.default_rng(7)
+    ids, scale = np.tile(np.array([[3, 1]], np.int32), (21, 1)), np.ones((21, 2), np.float32)
+    spec = expert_ffn_spec(21, 2, 4, 64, 40, dtype="float32", activation=ACTIVATIONS[0], tile=SMALL)
+    agrees(spec, run(spec, rng, ids, scale))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16])
+def test_a_rows_bits_do_not_depend_on_its_company(tokens):
+    rng = np.random.default_rng(8)
+    first = expert_ffn_spec(1, 2, 6, 64, 40, dtype="float32", activation=ACTIVATIONS[0], tile=SMALL)
+    one_ids, one_scale = routing(rng, 1, 6, 2)
+    alone = run(first, np.random.default_rng(9), one_ids, one_scale)
+    for position in {0, tokens // 2, tokens - 1}:
+        spec = expert_ffn_spec(tokens, 2, 6, 64, 40, dtype="float32", activation=ACTIVATIONS[0], tile=SMALL)
+        ids, scale = routing(rng, tokens, 6, 2)
+        ids[position], scale[position] = one_ids[0], one_scale[0]
+        made = buffers(spec, rng, ids, scale)
+        made |= {name: alone[name] for name in ("gate_up_ptr", "down_ptr")}
+        made["x_ptr"][position] = alone["x_ptr"][0]
+        interpret(spec, made)
+        np.testing.assert_array_equal(made["out_ptr"][position], alone["out_ptr"][0])
+
+
+@pytest.mark.parametrize(("tokens", "k", "experts", "block_n"), [(2, 4, 8, 8), (7, 3, 5, 8), (17, 4, 12, 16)])
+@pytest.mark.parametrize("slots", [None, 70])
+def test_plan(tokens, k, experts, block_n, slots):
+    rng = np.random.default_rng(10)
+    ids, _ = routing(rng, tokens, experts, min(k, experts))
+    ids[rng.random(ids.shape) < 0.2] = -1
+    ids[rng.random(ids.shape) < 0.1] = experts
+    rows = rng.permutation(slots or 1)[:experts].astype(np.int32)
+    spec = plan_spec(tokens, ids.shape[1], experts, block_n, slots=slots)
+    made = {a.name: np.full(a.shape, -7, np.int32) for a in spec.arguments} | {"ids_ptr": ids, "weight_row_ptr": rows}
+    interpret(spec, made)
+    wanted = plan_blocks(ids, rows if slots else None, experts, block_n)
+    for a, value in zip(spec.outputs, wanted, strict=True):
+        np.testing.assert_array_equal(made[a.name], value)
+
+
+def test_a_wide_expert_is_reduced_in_parts():
+    rng = np.random.default_rng(11)
+    ids, scale = routing(rng, 3, 3, 2)
+    tile = Tile(block_m=64, block_k=512, num_warps=4, block_n=8, num_stages=3, lag=2, programs=5, prefetch=0)
+    spec = expert_ffn_spec(
+        3, 2, 3, 64, 7200, dtype="float32", activation=ACTIVATIONS[6], down_bias=True, tile=tile
+    )  # fmt: skip
+    assert dict(spec.constexprs)["SPLIT"] == 2
+    made = buffers(spec, rng, ids, scale)
+    made["down_ptr"] *= 0.01
+    interpret(spec, made)
+    agrees(spec, made)
+
+
+def test_bfloat16_is_refused():
+    spec = expert_ffn_spec(1, 2, 4, 64, 40, dtype="bfloat16", activation=ACTIVATIONS[0])
+    with pytest.raises(CannotServe, match="bfloat16"):
+        interpret(spec, {})
