@@ -108,8 +108,8 @@ class Executables:
             self._reset_counts()
 
     def _compile(self, key, entry, function, arguments, donate_argnums) -> Compiled:
-        start = time.perf_counter()
         try:
+            start = time.perf_counter()
             program = jax.jit(function, donate_argnums=donate_argnums).lower(*arguments).compile()
         except BaseException:
             with self._lock:

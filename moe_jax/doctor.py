@@ -104,7 +104,7 @@ def examine() -> Machine:
         devices = tuple(_describe(device) for device in start_devices())
         if driver and not any(device.platform == "gpu" for device in devices):
             jax.devices("cuda")  # says why there is none
-    except (RuntimeError, CannotServe) as error:
+    except RuntimeError as error:  # `CannotServe` is one
         complaint = str(error)
     return Machine(
         python=platform.python_version(),

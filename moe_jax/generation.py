@@ -184,6 +184,9 @@ def parse_stop(stop: Any, end_tokens: Sequence[int], vocabulary: int, tokenizer:
             if not item:
                 raise InvalidArgument("stop string", where=where, got="''", wanted="at least one character")
             strings.append(item)
+            # Text leaves special tokens out, so a stop that names one is looked for as a token too.
+            token = tokenizer.token_id(item)
+            tokens |= set() if token is None else {token}
             continue
         ids = [item] if isinstance(item, (int, np.integer)) else item
         listed = isinstance(ids, (list, tuple)) and len(ids) > 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 
 class MoeJaxError(Exception):
@@ -14,6 +16,11 @@ class MoeJaxError(Exception):
     def __init__(self, problem: str, *, where: str, got: object, wanted: object):
         super().__init__(f"{where}: {problem}: got {got}, wanted {wanted}")
         self.problem, self.where, self.got, self.wanted = problem, where, got, wanted
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are rebuilt from positional arguments; ours cross process pools all the same.
+        make = functools.partial(type(self), self.problem, where=self.where, got=self.got, wanted=self.wanted)
+        return make, (), self.__dict__
 
 
 class InvalidArgument(MoeJaxError, ValueError):

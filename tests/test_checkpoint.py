@@ -393,6 +393,9 @@ def test_save_refuses_what_does_not_fit(tmp_path):
         save_module(config, module, tmp_path / "b", layout="x")
     with pytest.raises(InvalidArgument, match=r"parameters in one of module and config only: got .*k_norm"):
         save_module(other[0], module, tmp_path / "b")
+    module.embed.set_value(module.embed[...].T)  # as many elements, in another order
+    with pytest.raises(InvalidArgument, match=r"parameter \('embed',\): got "):
+        save_module(config, module, tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 
 import jax
@@ -120,3 +122,11 @@ def test_C117_errors_carry_their_parts() -> None:
     assert isinstance(error, ValueError)
     refusal = CannotServe("cannot serve", where="op", got="a", wanted="b", declined=[("x", "y")])
     assert refusal.declined == (("x", "y"),)
+
+
+def test_errors_cross_process_pools_whole() -> None:
+    error = CannotServe("no", where="here", got=1, wanted=2, declined=[("triton", "no GPU")])
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(again) is CannotServe
+        assert str(again) == str(error)
+        assert again.declined == (("triton", "no GPU"),)

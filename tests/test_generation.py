@@ -283,8 +283,10 @@ def test_stop_parsing():
     arrays = (np.asarray(1), np.asarray([1]), (np.asarray(1),), np.asarray([[1]], np.uint8))
     assert all(parse_stop(stop, (), 10, None) == (frozenset({1}), (), ()) for stop in arrays)
     assert parse_stop([np.asarray([4, 5])], (), 10, None).sequences == ((4, 5),)
+    tokenizer = Tokenizer(byte_tokenizer(), CONFIG)
     with pytest.raises(InvalidArgument, match="stop string: got ''"):
-        parse_stop("", (), 10, Tokenizer(byte_tokenizer()))
+        parse_stop("", (), 10, tokenizer)
+    assert parse_stop("</s>", (), 258, tokenizer).tokens == {257}  # decoded text never shows a special token
 
 
 def test_calling_the_model_checks_tokens():

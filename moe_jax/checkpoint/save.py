@@ -18,6 +18,7 @@ from flax import nnx
 
 from moe_jax.errors import InvalidArgument
 from moe_jax.models.config import ModelConfig
+from moe_jax.models.decoder import Decoder
 from moe_jax.models.families import config_to_hf
 
 from . import names
@@ -57,15 +58,17 @@ def save_module(
     if set(arrays) != set(sources):
         got = sorted(map(str, set(arrays) ^ set(sources)))
         raise InvalidArgument("parameters in one of module and config only", where=where, got=got, wanted="none")
+    described = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    shapes = {tuple(p): v.get_value().shape for p, v in nnx.to_flat_state(nnx.state(described))}
     parts: list[Part] = []
     for key, each in sources.items():
         start = 0
         for source in each:
             parts.append((key, start, source))
             start += int(np.prod(source.shape))
-        if arrays[key].size != start or np.dtype(arrays[key].dtype) not in DTYPE_NAMES:
+        if arrays[key].shape != shapes[key] or np.dtype(arrays[key].dtype) not in DTYPE_NAMES:
             got = f"{arrays[key].dtype.name} {list(arrays[key].shape)}"
-            wanted = f"{start} elements of {' or '.join(dtype.name for dtype in DTYPE_NAMES)}"
+            wanted = f"{list(shapes[key])} of {' or '.join(dtype.name for dtype in DTYPE_NAMES)}"
             raise InvalidArgument(f"parameter {key}", where=where, got=got, wanted=wanted)
     config = replace(config, dtype=arrays["embed",].dtype.name)
     texts = {"generation_config.json": _generation(config), "config.json": config_to_hf(config)}

@@ -138,7 +138,7 @@ def _pairs_batched(config: MoEConfig):
         x = x if batched[0] else jnp.broadcast_to(x, (size, *x.shape))
         ids = ids if batched[1] else jnp.broadcast_to(ids, (size, *ids.shape))
         flat = forward(x.reshape(-1, x.shape[-1]), ids.reshape(-1, ids.shape[-1]), weights)
-        return flat.reshape(size, -1, *flat.shape[1:]), True
+        return flat.reshape(size, x.shape[1], *flat.shape[1:]), True
 
     return forward
 

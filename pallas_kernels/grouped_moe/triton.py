@@ -135,7 +135,7 @@ def _batched(config: MoEConfig):
             return array.reshape(-1, array.shape[-1])
 
         out = forward(jax.tree.map(flat, rows, batched[0]), weights)
-        return out.reshape(size, -1, out.shape[-1]), True
+        return out.reshape(size, rows[0].shape[-2], out.shape[-1]), True
 
     return forward
 
@@ -148,6 +148,8 @@ def _elsewhere(config: MoEConfig, rows: _Rows, weights: ExpertWeights) -> Float[
 
 def _in_launches(config: MoEConfig, rows: _Rows, weights: ExpertWeights) -> Float[Array, "T H"]:
     tokens = rows[0].shape[0]
+    if tokens == 0:  # a vmap over nothing
+        return jnp.zeros_like(rows[0])
     if tokens <= MAX_ROWS:
         return _launch(config, rows, weights)
     count = -(-tokens // MAX_ROWS)
