@@ -41,5 +41,9 @@ class CannotServe(MoeJaxError, NotImplementedError):
         self.declined = tuple(declined)
 
 
+class CudaError(MoeJaxError, RuntimeError):
+    """A call of the CUDA driver failed; ``got`` is the driver's own name of the error."""
+
+
 class SlowPathWarning(UserWarning):
     """A faster back end declined and a slower one served the call; said once per reason."""

@@ -17,7 +17,7 @@ from cuda.core import Device, EventOptions, ObjectCode, Stream
 from cuda.core.graph import Graph, GraphBuilder
 
 from .compiled import CompiledKernel
-from .errors import CannotServe, InvalidArgument
+from .errors import CannotServe, CudaError, InvalidArgument
 from .spec import KernelSpec
 
 
@@ -130,5 +130,5 @@ def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
     error, *values = result
     if error != driver.CUresult.CUDA_SUCCESS:
         _, name = driver.cuGetErrorName(error)
-        raise RuntimeError(f"CUDA driver: {name.decode() if name else error}")
+        raise CudaError("call failed", where="CUDA driver", got=name.decode() if name else error, wanted="CUDA_SUCCESS")
     return tuple(values)

@@ -69,6 +69,16 @@ class KernelSpec:
             a.name for a in self.arguments
         ]:
             raise InvalidArgument("parameters", where=f"KernelSpec({self.name!r})", got=got, wanted=wanted)
+        roles = [a.role for a in self.arguments]
+        given = [role in ("in", "state") for role in roles]
+        if given != sorted(given, reverse=True):
+            # Inside jit a kernel gets its operands first and its results after them, whatever its parameters' order.
+            raise InvalidArgument(
+                "order of arguments",
+                where=f"KernelSpec({self.name!r})",
+                got=roles,
+                wanted="in and state before out and scratch",
+            )
         unknown = [a.dtype for a in self.arguments if a.dtype not in DTYPES]
         if unknown:
             raise InvalidArgument("dtype", where=f"KernelSpec({self.name!r})", got=unknown, wanted=", ".join(DTYPES))

@@ -83,9 +83,9 @@ def expert_ffn_spec(
         Argument("down_ptr", dtype, (stack, hidden, inner), "in"),
         Argument("down_bias_ptr", dtype, (stack, hidden) if down_bias else none, "in"),
         Argument("residual_ptr", dtype, (tokens, hidden) if residual else none, "in"),
+        Argument("state_ptr", "int32", (1 + blocks + tokens * columns,), "state"),
         Argument("inner_ptr", dtype, (pairs, inner), "scratch"),
         Argument("pair_ptr", "float32", (pairs * split, hidden), "scratch"),
-        Argument("state_ptr", "int32", (1 + blocks + tokens * columns,), "state"),
         Argument("out_ptr", dtype, (tokens, hidden), "out"),
     )
     return KernelSpec(
