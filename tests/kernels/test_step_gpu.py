@@ -60,7 +60,7 @@ def test_one_command_buffer_holds_every_launch(rows: int, kernels: int, tmp_path
     call = jax.jit(step, donate_argnums=0, compiler_options=OPTIONS | {"xla_dump_to": str(tmp_path)})
     call(x, arrays).block_until_ready()
     text = thunks(tmp_path)
-    lines = [(len(m[1]), m[2], m[0]) for m in re.finditer(r"^([ \t]*)\d+: (k\w+).*$", text, re.MULTILINE)]
+    lines = [(len(m[1]), m[2], m[0]) for m in re.finditer(r"^([ \t]*)(?:\d+: )?(k[A-Z]\w+).*$", text, re.MULTILINE)]
     outer = min(indent for indent, _, _ in lines)
     assert [kind for indent, kind, _ in lines if indent == outer] == ["kCommandBuffer"], text
     calls = [line for indent, kind, line in lines if indent > outer and kind == "kCustomCall"]
