@@ -31,7 +31,7 @@ def expert_ffn(
     Where a pair's expert stands is taken from the blocks for two rows or more, as the kernel does.
     """
     absent = (1,)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     ids = jnp.asarray(ids)
     exists = (ids >= 0) & (ids < experts)
     if ids.shape[0] > 1:
