@@ -82,7 +82,9 @@ def activate(h: Float[Array, "*n rows"], activation: Activation) -> Float[Array,
     if activation.name == "relu2":
         return jnp.square(jax.nn.relu(h))
     if activation.layout == "interleaved":
-        gate, up = h[..., 0::2], h[..., 1::2]
+        # Not h[..., 0::2]: XLA's GPU compiler aborts on the gradient of such slices (JAX 0.11.2).
+        pairs = h.reshape(*h.shape[:-1], h.shape[-1] // 2, 2)
+        gate, up = pairs[..., 0], pairs[..., 1]
     else:
         gate, up = jnp.split(h, 2, axis=-1)
     limit, alpha = activation.limit, activation.alpha
