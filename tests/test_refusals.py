@@ -19,7 +19,6 @@ ALLOWED = {
     ("moe_jax/tokenizer.py", "TemplateError"): "what chat templates expect of raise_exception; caught by the caller",
     ("moe_jax/checkpoint/files.py", "ValueError"): "inside a JSON hook; caught by the caller and wrapped",
     ("moe_jax/checkpoint/load.py", "AssertionError"): "a fault of this package, which no argument can cause",
-    ("pallas_kernels/launcher.py", "RuntimeError"): "an error of the CUDA driver, by the driver's own name",
 }
 
 
