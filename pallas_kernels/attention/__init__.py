@@ -1,0 +1,6 @@
+"""Attention of decode steps over paged keys and values."""
+
+from .heuristics import MAX_ROWS, Schedule
+from .specs import attention_reference, attention_specs
+
+__all__ = ["MAX_ROWS", "Schedule", "attention_reference", "attention_specs"]

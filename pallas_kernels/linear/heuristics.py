@@ -1,0 +1,41 @@
+"""Tiles of the small-row matmul. What fixes the arithmetic is chosen without looking at the number of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_ROWS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """What one program computes, and how.
+
+    Attributes:
+        block_m: weight rows, block_k: reduced elements a step, split: parts of K in programs of their own,
+            num_warps: as Triton means it. These belong to the arithmetic: they may depend on (N, K, dtype) only.
+        block_n: batch rows, at least the rows of the launch.
+        num_stages: loads in flight.
+    """
+
+    block_m: int
+    block_k: int
+    split: int
+    num_warps: int
+    block_n: int
+    num_stages: int
+
+
+def tile_for(rows: int, inputs: int, outputs: int, dtype: str) -> Tile:
+    """The tile for a launch of at most `MAX_ROWS` rows."""
+    block_n = max(8, 1 << (rows - 1).bit_length())
+    if dtype == "float32":
+        return Tile(block_m=32, block_k=32, split=1, num_warps=4, block_n=max(16, block_n), num_stages=3)
+    block_m, block_k = 64, 128
+    # All weights of a layer's projection in flight at once want some 250 programs; a part has two steps at least.
+    tiles, split = -(-outputs // block_m), 1
+    while tiles * split < 240 and inputs // (2 * split * block_k) >= 2:
+        split *= 2
+    # Three programs on a multiprocessor must fit its shared memory.
+    stages = 4 if block_n <= 8 else 3
+    return Tile(block_m=block_m, block_k=block_k, split=split, num_warps=4, block_n=block_n, num_stages=stages)
