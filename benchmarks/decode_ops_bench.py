@@ -233,12 +233,12 @@ def time_linear(bench: Bench, rates: dict) -> None:
             floor = moved / rates["read_tbs"] / 1e6
             bar = 1.06 * floor if name == "head" else floor + 2
             steps = [given | {"w_ptr": w} for w in stacks * (1 if count > 8 else 2)]
-            for tile, pdl, prefetch in cases.linear_variants(name, rows):
+            for tile, pdl in cases.linear_variants(name, rows):
                 if not bench.clock.has(8):
                     say("linear stopped by the clock at", name, rows)
                     return
-                spec = cases.linear_case(name, rows, tile, pdl, prefetch)
-                more = {"tile": dataclasses.asdict(tile), "pdl": pdl, "prefetch": prefetch}
+                spec = cases.linear_case(name, rows, tile, pdl)
+                more = {"tile": dataclasses.asdict(tile), "pdl": pdl}
                 bench.timed(f"linear {name}", rows, [spec], steps, floor, bar, **more)
             x, outs = given["x_ptr"], []
 
@@ -646,7 +646,7 @@ def table(report: dict) -> list[str]:
         lines.append(
             f"{op:16s} {rows:3d} floor {shipped['floor_us']:7.2f} bar {shipped['bar_us']:7.2f} | {shipped['us']:7.2f} "
             f"±{shipped['spread']:.2f} (then {' '.join(others)}) | best {best['us']:7.2f} {short} "
-            f"pdl{int(best.get('pdl', True))}pf{int(best.get('prefetch', False))} | {peers}"
+            f"pdl{int(best.get('pdl', True))} | {peers}"
         )
     return lines
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import multiprocessing
 from pathlib import Path
 from typing import NamedTuple
@@ -63,38 +64,27 @@ ROUTERS = {
 }
 
 
-def linear_case(
-    name: str, rows: int, tile: linear.Tile | None = None, pdl: bool = True, prefetch: bool = True
-) -> KernelSpec:
+def linear_case(name: str, rows: int, tile: linear.Tile | None = None, pdl: bool = True) -> KernelSpec:
     shape = LINEARS[name]
     return linear.linear_spec(
-        rows, shape.inputs, shape.outputs, dtype=DTYPE, tile=tile, pdl=pdl, prefetch=prefetch and pdl,
-        **dict(shape.options),
+        rows, shape.inputs, shape.outputs, dtype=DTYPE, tile=tile, pdl=pdl, **dict(shape.options)
     )  # fmt: skip
 
 
-def linear_variants(name: str, rows: int) -> list[tuple[linear.Tile, bool, bool]]:
-    """Tile, programmatic launch, early weights; the shipped ones first."""
+def linear_variants(name: str, rows: int) -> list[tuple[linear.Tile, bool]]:
+    """Tile and programmatic launch; the shipped ones first. A change of the split is another arithmetic."""
     shape = LINEARS[name]
     base = linear.tile_for(rows, shape.inputs, shape.outputs, DTYPE)
     change = lambda **fields: dataclasses.replace(base, **fields)  # noqa: E731
-    tiles = [change(num_stages=s) for s in (3, 4, 5)] + [change(block_k=256, num_stages=s) for s in (2, 3)]
-    if name == "head":
-        tiles += [
-            change(block_m=128, num_stages=3),
-            change(block_m=128, block_k=64, num_stages=5),
-            change(block_k=64, num_stages=6),
-            change(block_m=32, num_warps=2),
-        ]
-    else:
-        tiles += [change(split=max(1, base.split // 2)), change(split=max(1, base.split // 4), num_stages=6)]
-        tiles += [change(split=base.split // 2, num_stages=7)] if base.split > 1 else []
-        tiles += [change(block_m=32, split=max(1, base.split // 2), num_warps=2, num_stages=5)]
-        tiles += [change(block_m=16, split=1, block_k=256, num_warps=1, num_stages=s) for s in (4, 6)]
-    found = [(base, True, True), (base, True, False), (base, False, False)]
-    if rows not in SWEPT:
-        return found
-    return found + [(tile, True, True) for tile in dict.fromkeys(tiles) if tile != base]
+    plain = change(early=False, block_m=64, num_warps=4, num_stages=4 if rows <= 8 else 3)
+    found = [(base, True), (base, False)]
+    if base.early:
+        found += [(change(block_m=64, num_warps=4), True), (plain, False)]
+        if rows in SWEPT:
+            found += [(change(split=base.split * 2), True), (change(split=base.split // 2), True)]
+    elif rows > 16:
+        found += [(plain, False), (change(num_stages=3), False)]
+    return list(dict.fromkeys(found))
 
 
 def route_case(name: str, rows: int, tile: route_tiles.Tile | None = None, pdl: bool = True) -> KernelSpec:
@@ -105,14 +95,8 @@ def route_case(name: str, rows: int, tile: route_tiles.Tile | None = None, pdl: 
 def route_variants(rows: int) -> list[tuple[route_tiles.Tile, bool]]:
     base = route_tiles.tile_for(2048, 128, DTYPE)
     change = lambda **fields: dataclasses.replace(base, **fields)  # noqa: E731
-    tiles = [
-        change(split=8),
-        change(block_m=128),
-        change(block_m=128, num_warps=8),
-        change(block_k=64, split=32),
-        change(block_m=128, block_k=64, split=32),
-    ]
-    return [(base, True), (base, False)] + [(tile, True) for tile in tiles if rows != 4]
+    tiles = [change(split=8), change(block_k=256, split=8)]
+    return [(base, True), (base, False)] + [(tile, True) for tile in tiles if rows in SWEPT]
 
 
 def append_case(rows: int, pages: int) -> KernelSpec:
@@ -142,22 +126,14 @@ CHECKED_ATTENTION = (
 
 def schedules(rows: int) -> list[tuple[attention.Schedule, bool]]:
     make = attention.Schedule
-    shipped = [(make(), True), (make(), False)]
-    if rows == 4:
-        return shipped
-    return [
-        *shipped,
-        (make(programs=264, num_stages=3), True),
-        (make(programs=132, num_stages=4), True),
-        (make(programs=132, num_stages=4, num_warps=8), True),
-        (make(programs=264, num_warps=8), True),
-        (make(programs=396), True),
-        (make(fill=132), True),
-        (make(fill=528), True),
-    ]
+    found = [(attention.schedule_for(rows), True)]
+    if rows in (1, 4):
+        return found + [(make(num_stages=8 - found[0][0].num_stages), True)]
+    return found + [(make(fill=512), True)]
 
 
-def specs() -> list[KernelSpec]:
+@functools.cache
+def specs() -> tuple[KernelSpec, ...]:
     """Everything the bench loads."""
     found: list[KernelSpec] = []
     for rows in BUCKETS:
@@ -179,7 +155,7 @@ def specs() -> list[KernelSpec]:
         for schedule, pdl in schedules(rows):
             found += attention_case(rows, BENCH_PAGES, schedule, pdl=pdl)
     found += sample_specs(8, VOCABULARY, pdl=True)
-    return list({spec.key: spec for spec in found}.values())
+    return tuple({spec.key: spec for spec in found}.values())
 
 
 def build(job: tuple[Path, int]) -> str:

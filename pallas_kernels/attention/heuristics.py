@@ -1,13 +1,13 @@
-"""Tiles of decode attention. TILE and SPLIT_TILES fix the arithmetic and are the same for every launch."""
+"""Tiles of decode attention. TILE, FAN and CHUNK fix the arithmetic and are the same for every launch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 MAX_ROWS = 64
-# Keys of a tile, tiles of a split, splits that the second pass reduces at a time.
-TILE = 128
-SPLIT_TILES = 4
+# Keys of a tile; tiles of a run and runs of a split; splits that the second pass reduces at a time.
+TILE = 64
+FAN = 4
 CHUNK = 16
 # Query heads of one program: the matrix unit's rows. 64 would choose another instruction.
 MAX_BLOCK_M = 32
@@ -19,16 +19,21 @@ class Schedule:
 
     Attributes:
         programs: programs that share the work; as many as the device holds at once.
-        fill: with fewer (split, head) pairs than this, programs take tiles instead of splits.
+        fill: with fewer pairs of split and key head than this, programs take runs.
         num_warps, num_stages: as Triton means them.
         combine_warps: warps of the second pass. These belong to the arithmetic and depend on nothing.
     """
 
     programs: int = 264
-    fill: int = 264
+    fill: int = 128
     num_warps: int = 4
-    num_stages: int = 2
+    num_stages: int = 3
     combine_warps: int = 4
+
+
+def schedule_for(rows: int) -> Schedule:
+    """One row has few pieces: all keys of a run in flight. More rows: two programs on a multiprocessor."""
+    return Schedule(num_stages=5 if rows == 1 else 3)
 
 
 def group_rows(rows_of_sequence: int, share: int) -> int:

@@ -7,7 +7,7 @@ import functools
 from ..errors import InvalidArgument
 from ..plan.specs import power_of_two
 from ..spec import Argument, KernelSpec
-from .heuristics import CHUNK, MAX_BLOCK_M, MAX_ROWS, SPLIT_TILES, TILE, Schedule, group_rows
+from .heuristics import CHUNK, FAN, MAX_BLOCK_M, MAX_ROWS, TILE, Schedule, group_rows, schedule_for
 from .reference import attention as reference
 
 
@@ -45,7 +45,7 @@ def attention_specs(
         scale: of the scores; None: ``dim ** -0.5``.
         window: keys that a row sees, its own with them; None: all.
         sink: a logit of each head joins the softmax and brings no value.
-        schedule: by default `Schedule()`.
+        schedule: by default `schedule_for`.
         pdl: launch while the kernel before still runs (sm_90).
 
     Raises:
@@ -67,15 +67,15 @@ def attention_specs(
         raise InvalidArgument("window", where=where, got=window, wanted="at least 1, or None")
     from .triton import attend, combine
 
-    schedule = schedule or Schedule()
+    schedule = schedule or schedule_for(rows)
     share = heads // kv_heads
     together = group_rows(rows_of_sequence, share)
     groups = rows // together
     block_m = max(16, power_of_two(together * share))
-    longest, split = max_pages * page_size, TILE * SPLIT_TILES
-    slots = (
-        max(groups * -(-longest // split), min(groups * -(-longest // TILE), schedule.fill * SPLIT_TILES)) * together
-    )
+    longest = max_pages * page_size
+    splits, runs = (groups * -(-longest // (TILE * tiles)) for tiles in (FAN * FAN, FAN))
+    # Runs are taken when splits are fewer than `fill`; one more for the ends of each group.
+    slots = max(splits, min(runs, FAN * (schedule.fill + groups))) * together
     scale = float(dim**-0.5 if scale is None else scale)
     of_pages = (pages, kv_heads, page_size, dim)
     shape = (
@@ -88,7 +88,7 @@ def attention_specs(
         ("DIM_POW2", max(16, power_of_two(dim))),
         ("WINDOW", window or 0),
         ("TILE", TILE),
-        ("SPLIT_TILES", SPLIT_TILES),
+        ("FAN", FAN),
         ("FILL", schedule.fill),
     )
     first = KernelSpec(

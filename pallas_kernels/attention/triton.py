@@ -1,9 +1,9 @@
 """Attention of 1 to 64 query rows over paged keys and values, and the sum over its splits.
 
-Keys are cut at absolute positions: tiles of TILE, and splits of SPLIT_TILES tiles. A tile's softmax is its own, tiles
-of a split are merged in ascending order, splits by one formula of a fixed shape. Every sum runs through the matrix
+Keys are cut at absolute positions: tiles of TILE, runs of FAN tiles, splits of FAN runs. A tile's softmax is its own,
+tiles of a run and runs of a split are merged in ascending order, splits by one formula of a fixed shape. Every sum runs through the matrix
 unit or over a shape that no launch changes, so a row's bits depend on its own position and on nothing else. Whether a
-program takes a whole split or one tile (when there are too few splits to fill the device) changes where the merging
+program takes a split or a run (when there are too few splits to fill the device) changes where the merging
 happens, not what is computed. docs/kernels-decode.md has the reasoning.
 """
 
@@ -19,7 +19,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _items(
     position_ptr, ROWS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUPS: tl.constexpr, KV_HEADS: tl.constexpr,
-    WINDOW: tl.constexpr, TILE: tl.constexpr, SPLIT_TILES: tl.constexpr, FILL: tl.constexpr,
+    WINDOW: tl.constexpr, TILE: tl.constexpr, FAN: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """What each group of rows has to do.
 
@@ -36,9 +36,10 @@ def _items(
         last = tl.maximum(last, position)
         low = tl.where(position >= 0, tl.minimum(low, position), low)
     low = tl.maximum(low - (WINDOW - 1), 0) if WINDOW > 0 else tl.zeros([GROUPS], tl.int32)
-    SPLIT: tl.constexpr = TILE * SPLIT_TILES
-    splits = tl.where(last >= 0, last // SPLIT - low // SPLIT + 1, 0)
-    tiles = tl.where(tl.sum(splits, 0) * KV_HEADS < FILL, 1, SPLIT_TILES)
+    # Splits, when they are enough, else runs.
+    piece = TILE * FAN * FAN
+    pieces = tl.sum(tl.where(last >= 0, last // piece - low // piece + 1, 0), 0)
+    tiles = tl.where(pieces * KV_HEADS >= FILL, FAN * FAN, FAN)
     span = tiles * TILE
     first = tl.where(last >= 0, low // span, 0)
     slots = tl.where(last >= 0, last // span - first + 1, 0)
@@ -79,7 +80,7 @@ def attend(
     WINDOW: tl.constexpr,
     SCALE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLIT_TILES: tl.constexpr,
+    FAN: tl.constexpr,
     FILL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -89,13 +90,21 @@ def attend(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    last, first, end, tiles = _items(position_ptr, ROWS, GROUP_ROWS, GROUPS, KV_HEADS, WINDOW, TILE, SPLIT_TILES, FILL)
+    last, first, end, tiles = _items(position_ptr, ROWS, GROUP_ROWS, GROUPS, KV_HEADS, WINDOW, TILE, FAN, FILL)
     group = tl.arange(0, GROUPS)
+    sequences = tl.full([GROUPS], 0, tl.int32)
+    for r in tl.static_range(GROUP_ROWS):
+        of_group = group * GROUP_ROWS + r
+        sequences = tl.maximum(sequences, tl.load(sequence_ptr + of_group, mask=of_group < ROWS, other=0))
     items = tl.max(end, 0) * KV_HEADS
     SHARE: tl.constexpr = HEADS // KV_HEADS
+    # A tile within one page has one address; pages of a piece are read at once, before its keys.
+    ONE_PAGE: tl.constexpr = PAGE % TILE == 0
+    PAGES: tl.constexpr = FAN * FAN * TILE // PAGE if FAN * FAN * TILE > 2 * PAGE else 2
     m = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, DIM_POW2)
     lane = tl.arange(0, TILE)
+    of_piece = tl.arange(0, PAGES)
     for item in range(tl.program_id(0), items, PROGRAMS):
         slot = item // KV_HEADS
         kv_head = item % KV_HEADS
@@ -105,21 +114,36 @@ def attend(
         before = tl.max(tl.where(group < mine, end, 0), 0)
         tile = (slot - before + tl.sum(tl.where(here, first, 0), 0)) * tiles
         final = tl.sum(tl.where(here, last, 0), 0)
+        sequence = tl.sum(tl.where(here, sequences, 0), 0)
+        stop = tl.minimum(tile + tiles, final // TILE + 1)
+        pages_at = table_ptr + sequence * MAX_PAGES
+        if ONE_PAGE:
+            index = tile * TILE // PAGE + of_piece
+            pages = tl.load(pages_at + index, mask=index <= final // PAGE, other=0)
         row = mine * GROUP_ROWS + m // SHARE
         head = kv_head * SHARE + m % SHARE
-        position = tl.load(position_ptr + row, mask=(m < GROUP_ROWS * SHARE) & (row < ROWS), other=-1)
+        if GROUP_ROWS == 1:
+            position = tl.where(m < SHARE, final, -1)
+        else:
+            position = tl.load(position_ptr + row, mask=(m < GROUP_ROWS * SHARE) & (row < ROWS), other=-1)
         live = position >= 0
-        sequence = tl.max(tl.load(sequence_ptr + row, mask=live, other=-1), 0)
         q_at = (row * HEADS + head)[:, None] * DIM + dim[None, :]
         q = tl.load(q_ptr + q_at, mask=live[:, None] & (dim < DIM)[None, :], other=0.0)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         out = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
-        for t in range(tile, tl.minimum(tile + tiles, final // TILE + 1)):
+        run_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        run_total = tl.zeros([BLOCK_M], tl.float32)
+        run_out = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
+        for t in range(tile, stop):
             key = t * TILE + lane
             exists = key <= final
-            page = tl.load(table_ptr + sequence * MAX_PAGES + key // PAGE, mask=exists, other=0)
-            at = (page.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * DIM) + (key % PAGE) * DIM
+            if ONE_PAGE:
+                page = tl.sum(tl.where(index == t * TILE // PAGE, pages, 0), 0)
+                at = (page.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * DIM) + (t * TILE % PAGE + lane) * DIM
+            else:
+                page = tl.load(pages_at + key // PAGE, mask=exists, other=0)
+                at = (page.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * DIM) + (key % PAGE) * DIM
             # Places past the last position hold anything: by select, so that a NaN there meets no 0.
             mask = exists[:, None] if DIM == DIM_POW2 else exists[:, None] & (dim < DIM)[None, :]
             k = tl.load(k_pages_ptr + at[:, None] + dim[None, :], mask=mask, other=0.0)
@@ -138,11 +162,30 @@ def attend(
             there = t * TILE <= position
             if WINDOW > 0:
                 there = there & ((t + 1) * TILE > position - (WINDOW - 1))
-            top, total, out = _merge(top, total, out, tile_top, tile_total, tile_out, there)
+            run_top, run_total, run_out = _merge(run_top, run_total, run_out, tile_top, tile_total, tile_out, there)
+            if ((t + 1) % FAN == 0) | (t + 1 == stop):
+                top, total, out = _merge(top, total, out, run_top, run_total, run_out, m >= 0)
+                run_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                run_total = tl.zeros([BLOCK_M], tl.float32)
+                run_out = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
         place = (slot * GROUP_ROWS + m // SHARE).to(tl.int64) * HEADS + head
         tl.store(vector_ptr + place[:, None] * DIM + dim[None, :], out, mask=live[:, None] & (dim < DIM)[None, :])
         tl.store(weight_ptr + place * 2, top, mask=live)
         tl.store(weight_ptr + place * 2 + 1, total, mask=live)
+
+
+@triton.jit
+def _piece(
+    vector_ptr, weight_ptr, slot, row, head, there,
+    GROUP_ROWS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr,
+):  # fmt: skip
+    """What the first launch left in some slots."""
+    dim = tl.arange(0, DIM_POW2)
+    place = (tl.where(there, slot, 0) * GROUP_ROWS + row % GROUP_ROWS).to(tl.int64) * HEADS + head
+    top = tl.load(weight_ptr + place * 2, mask=there, other=float("-inf"))
+    total = tl.load(weight_ptr + place * 2 + 1, mask=there, other=0.0)
+    mask = there[:, None] & (dim < DIM)[None, :]
+    return top, total, tl.load(vector_ptr + place[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -161,7 +204,7 @@ def combine(
     DIM_POW2: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
-    SPLIT_TILES: tl.constexpr,
+    FAN: tl.constexpr,
     FILL: tl.constexpr,
     CHUNK: tl.constexpr,
     SINK: tl.constexpr,
@@ -173,13 +216,13 @@ def combine(
         gdc_launch_dependents()
     row = tl.program_id(0)
     head = tl.program_id(1)
-    _, first, end, tiles = _items(position_ptr, ROWS, GROUP_ROWS, GROUPS, KV_HEADS, WINDOW, TILE, SPLIT_TILES, FILL)
+    _, first, end, tiles = _items(position_ptr, ROWS, GROUP_ROWS, GROUPS, KV_HEADS, WINDOW, TILE, FAN, FILL)
     group = tl.arange(0, GROUPS)
     mine = row // GROUP_ROWS
     # Scratch slot of absolute slot 0.
     origin = tl.max(tl.where(group < mine, end, 0), 0) - tl.sum(tl.where(group == mine, first, 0), 0)
     position = tl.load(position_ptr + row)
-    SPLIT: tl.constexpr = TILE * SPLIT_TILES
+    SPLIT: tl.constexpr = TILE * FAN * FAN
     low = 0
     if WINDOW > 0:
         low = tl.maximum(position - (WINDOW - 1), 0)
@@ -188,26 +231,26 @@ def combine(
     top = tl.full([CHUNK], float("-inf"), tl.float32)
     total = tl.zeros([CHUNK], tl.float32)
     out = tl.zeros([CHUNK, DIM_POW2], tl.float32)
-    in_slot = SPLIT_TILES // tiles
     for start in range(low // SPLIT // CHUNK * CHUNK, position // SPLIT + 1, CHUNK):
         split = start + lane
-        split_top = tl.full([CHUNK], float("-inf"), tl.float32)
-        split_total = tl.zeros([CHUNK], tl.float32)
-        split_out = tl.zeros([CHUNK, DIM_POW2], tl.float32)
-        for i in range(0, in_slot):
-            tile = split * SPLIT_TILES + i * tiles
-            there = (tile * TILE <= position) & ((tile + tiles) * TILE > low)
-            slot = tl.where(there, origin + split * in_slot + i, 0)
-            place = (slot * GROUP_ROWS + row % GROUP_ROWS).to(tl.int64) * HEADS + head
-            tile_top = tl.load(weight_ptr + place * 2, mask=there, other=float("-inf"))
-            tile_total = tl.load(weight_ptr + place * 2 + 1, mask=there, other=0.0)
-            tile_out = tl.load(
-                vector_ptr + place[:, None] * DIM + dim[None, :], mask=there[:, None] & (dim < DIM)[None, :], other=0.0
-            )
-            split_top, split_total, split_out = _merge(
-                split_top, split_total, split_out, tile_top, tile_total, tile_out, there
-            )
         there = (split * SPLIT <= position) & ((split + 1) * SPLIT > low)
+        if tiles == FAN * FAN:
+            split_top, split_total, split_out = _piece(
+                vector_ptr, weight_ptr, origin + split, row, head, there, GROUP_ROWS, HEADS, DIM, DIM_POW2
+            )
+        else:
+            split_top = tl.full([CHUNK], float("-inf"), tl.float32)
+            split_total = tl.zeros([CHUNK], tl.float32)
+            split_out = tl.zeros([CHUNK, DIM_POW2], tl.float32)
+            for i in tl.static_range(FAN):
+                run = split * FAN + i
+                is_run = (run * (FAN * TILE) <= position) & ((run + 1) * (FAN * TILE) > low)
+                run_top, run_total, run_out = _piece(
+                    vector_ptr, weight_ptr, origin + run, row, head, is_run, GROUP_ROWS, HEADS, DIM, DIM_POW2
+                )
+                split_top, split_total, split_out = _merge(
+                    split_top, split_total, split_out, run_top, run_total, run_out, is_run
+                )
         top, total, out = _merge(top, total, out, split_top, split_total, split_out, there)
     largest = tl.max(top, 0)
     if SINK:

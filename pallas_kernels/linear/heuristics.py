@@ -12,18 +12,23 @@ class Tile:
     """What one program computes, and how.
 
     Attributes:
-        block_m: weight rows, block_k: reduced elements a step, split: parts of K in programs of their own,
-            num_warps: as Triton means it. These belong to the arithmetic: they may depend on (N, K, dtype) only.
+        block_k: reduced elements a step, split: parts of K in programs of their own. These belong to the
+            arithmetic: they may depend on (N, K, dtype) only.
+        block_m: weight rows, num_warps: as Triton means it; 4 warps for each 64 rows, so that the matrix
+            instruction is one and the same.
         block_n: batch rows, at least the rows of the launch.
         num_stages: loads in flight.
+        early: all weights of a part are read into registers before anything else, before the wait for the kernel
+            before. A part is a few steps then.
     """
 
-    block_m: int
     block_k: int
     split: int
+    block_m: int
     num_warps: int
     block_n: int
     num_stages: int
+    early: bool = False
 
 
 def tile_for(rows: int, inputs: int, outputs: int, dtype: str) -> Tile:
@@ -36,6 +41,19 @@ def tile_for(rows: int, inputs: int, outputs: int, dtype: str) -> Tile:
     tiles, split = -(-outputs // block_m), 1
     while tiles * split < 240 and inputs // (2 * split * block_k) >= 2:
         split *= 2
+    programs = -(-outputs // 128) * split
+    if rows > 16:
+        # Rows are as many bytes as weights here: half the programs read them half as often.
+        stages = 2 if 132 < programs <= 264 else 4
+        return Tile(block_k=block_k, split=split, block_m=128, num_warps=8, block_n=block_n, num_stages=stages)
+    even = not inputs % (split * block_k) and not outputs % block_m
+    early = even and inputs // (split * block_k) <= 4
+    if early and programs <= 132 and not outputs % 128:
+        return Tile(
+            block_k=block_k, split=split, block_m=128, num_warps=8, block_n=block_n, num_stages=1, early=True
+        )  # fmt: skip
     # Three programs on a multiprocessor must fit its shared memory.
     stages = 4 if block_n <= 8 else 3
-    return Tile(block_m=block_m, block_k=block_k, split=split, num_warps=4, block_n=block_n, num_stages=stages)
+    return Tile(
+        block_k=block_k, split=split, block_m=block_m, num_warps=4, block_n=block_n, num_stages=stages, early=early
+    )  # fmt: skip

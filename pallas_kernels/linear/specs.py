@@ -21,7 +21,6 @@ def linear_spec(
     bias: bool = False,
     residual: bool = False,
     tile: Tile | None = None,
-    prefetch: bool = False,
     pdl: bool = False,
 ) -> KernelSpec:
     """``out = norm(x) @ w.T + bias + residual`` for 1 to 64 rows.
@@ -36,11 +35,10 @@ def linear_spec(
         out_dtype: dtype of the output and residual; None: ``dtype``. ``"float32"`` for logits.
         norm_eps: RMSNorm of ``x`` before the product, with this epsilon; None: no norm.
         tile: by default `tile_for`.
-        prefetch: ask for the weights before waiting for the kernel before (needs ``pdl``).
         pdl: launch while the kernel before still runs (sm_90).
 
     Raises:
-        InvalidArgument: rows, dtype, tile or prefetch out of range.
+        InvalidArgument: rows, dtype or tile out of range.
     """
     where = "linear_spec"
     if not 1 <= rows <= MAX_ROWS:
@@ -50,9 +48,9 @@ def linear_spec(
     tile = tile or tile_for(rows, inputs, outputs, dtype)
     if tile.block_n < rows:
         raise InvalidArgument("tile.block_n", where=where, got=tile.block_n, wanted=f"at least rows={rows}")
-    if prefetch and (not pdl or inputs % (tile.split * tile.block_k)):
-        got, wanted = f"K={inputs}, pdl={pdl}", f"pdl and K a multiple of split x block_k={tile.split * tile.block_k}"
-        raise InvalidArgument("prefetch", where=where, got=got, wanted=wanted)
+    if tile.early and (inputs % (tile.split * tile.block_k) or outputs % tile.block_m):
+        got, wanted = f"{inputs} x {outputs}", "multiples of split x block_k and of block_m"
+        raise InvalidArgument("tile.early", where=where, got=got, wanted=wanted)
     from .triton import linear as kernel
 
     out_dtype = out_dtype or dtype
@@ -64,7 +62,7 @@ def linear_spec(
         Argument("w_ptr", dtype, (outputs, inputs), "in"),
         Argument("bias_ptr", dtype, (outputs,) if bias else none, "in"),
         Argument("residual_ptr", out_dtype, (rows, outputs) if residual else none, "in"),
-        Argument("partial_ptr", "float32", (tile.split, rows, outputs) if split else none, "scratch"),
+        Argument("partial_ptr", "float32", (tiles, tile.split, tile.block_m * tile.block_n) if split else none, "scratch"),
         Argument("square_ptr", "float32", (tiles, tile.split, rows) if split and norm_eps else none, "scratch"),
         Argument("state_ptr", "int32", (tiles,) if split else none, "state"),
         Argument("out_ptr", out_dtype, (rows, outputs), "out"),
@@ -85,7 +83,7 @@ def linear_spec(
             ("BLOCK_N", tile.block_n),
             ("BLOCK_K", tile.block_k),
             ("SPLIT", tile.split),
-            ("PREFETCH", prefetch),
+            ("EARLY", tile.early),
             ("PDL", pdl),
         ),
         grid=(tiles * tile.split, 1, 1),

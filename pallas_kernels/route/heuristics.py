@@ -28,4 +28,4 @@ def tile_for(hidden: int, experts: int, dtype: str) -> Tile:
     """The tile of a router."""
     if dtype == "float32":
         return Tile(block_m=32, block_k=64, split=min(16, -(-hidden // 64)), num_warps=4)
-    return Tile(block_m=64, block_k=128, split=min(16, -(-hidden // 128)), num_warps=4)
+    return Tile(block_m=128, block_k=128, split=min(16, -(-hidden // 128)), num_warps=8)

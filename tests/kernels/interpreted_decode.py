@@ -205,7 +205,7 @@ def test_kv_append(heads, kv_heads, dim, norm, clip):
 def small_tiles(monkeypatch):
     """Tiles of 16 keys, splits of 2 tiles, so that short sequences have several of each."""
     for module in (attention_heuristics, attention_module):
-        for name, value in (("TILE", 16), ("SPLIT_TILES", 2), ("CHUNK", 2)):
+        for name, value in (("TILE", 16), ("FAN", 2), ("CHUNK", 2)):
             monkeypatch.setattr(module, name, value)
 
 
@@ -226,7 +226,7 @@ def attend(rng, rows, heads, kv_heads, dim, given, *, fill, max_pages=12, page_s
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("fill", [0, 10**6], ids=["splits", "tiles"])
+@pytest.mark.parametrize("fill", [0, 24, 10**6], ids=["splits", "runs", "tiles"])
 @pytest.mark.parametrize(
     "options", [{}, {"window": 20}, {"sink": True, "scale": 0.3}, {"rows_of_sequence": 2}], ids=str
 )
@@ -256,7 +256,7 @@ def test_attention_rows_bits_do_not_depend_on_company_or_schedule():
     given = kv_case(rng, rows=1, sequences=4, pages=49, page_size=8, max_pages=12, positions=96)
     given["position_ptr"][0] = 77
     alone, out, _, _ = attend(rng, 1, 4, 2, 16, given, fill=0)
-    for rows, fill in ((1, 10**6), (4, 0), (4, 10**6), (9, 0)):
+    for rows, fill in ((1, 4), (1, 10**6), (4, 0), (4, 8), (4, 10**6), (9, 0), (9, 24)):
         more = kv_case(rng, rows=rows, sequences=4, pages=49, page_size=8, max_pages=12, positions=96)
         more |= {name: alone[name] for name in ("k_pages_ptr", "v_pages_ptr", "table_ptr")}
         more["q_ptr"] = rng.standard_normal((rows, 64)).astype(np.float32)
