@@ -41,17 +41,13 @@ def tile_for(rows: int, inputs: int, outputs: int, dtype: str) -> Tile:
     tiles, split = -(-outputs // block_m), 1
     while tiles * split < 240 and inputs // (2 * split * block_k) >= 2:
         split *= 2
-    programs = -(-outputs // 128) * split
     if rows > 16:
         # Rows are as many bytes as weights here: half the programs read them half as often.
+        programs = -(-outputs // 128) * split
         stages = 2 if 132 < programs <= 264 else 4
         return Tile(block_k=block_k, split=split, block_m=128, num_warps=8, block_n=block_n, num_stages=stages)
     even = not inputs % (split * block_k) and not outputs % block_m
     early = even and inputs // (split * block_k) <= 4
-    if early and programs <= 132 and not outputs % 128:
-        return Tile(
-            block_k=block_k, split=split, block_m=128, num_warps=8, block_n=block_n, num_stages=1, early=True
-        )  # fmt: skip
     # Three programs on a multiprocessor must fit its shared memory.
     stages = 4 if block_n <= 8 else 3
     return Tile(
