@@ -245,9 +245,13 @@ def expert_ffn(
                 arrived = tl.atomic_add(block_state_ptr + block, 0, sem="relaxed")
                 while (arrived & 0xFFFF) < GATE_TILES:
                     arrived = tl.atomic_add(block_state_ptr + block, 0, sem="relaxed")
-                tl.atomic_add(block_state_ptr + block, 0, sem="acquire")
+                # Triton makes a load of an addition of 0 and 3.6 drops one whose value is not used, and the order of
+                # memory with it: so the reads below depend on the value.
+                arrived = tl.atomic_add(block_state_ptr + block, 0, sem="acquire")
+                tl.debug_barrier()
+                ready = live & ((arrived & 0xFFFF) >= GATE_TILES)
                 total = _tile(
-                    weights, at, inside, inner_ptr, pair, live, part * PART, INNER, PART,
+                    weights, at, inside, inner_ptr, pair, ready, part * PART, INNER, PART,
                     BLOCK_M, BLOCK_N, BLOCK_K, HIDDEN % BLOCK_M == 0,
                 )  # fmt: skip
                 if DOWN_BIAS:
@@ -269,10 +273,10 @@ def expert_ffn(
                     sem="acq_rel",
                 )
                 in_row, in_block = counted.split()
-                ready = live & (in_row == present * SPLIT - 1)
-                if tl.max(ready.to(tl.int32), 0) > 0:
+                last = live & (in_row == present * SPLIT - 1)
+                if tl.max(last.to(tl.int32), 0) > 0:
                     tl.debug_barrier()
-                    mask = ready[None, :] & inside[:, None]
+                    mask = last[None, :] & inside[:, None]
                     summed = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
                     for r in tl.range(0, TOP_K, loop_unroll_factor=4):
                         is_rank = (rank == r)[None, :]
@@ -291,7 +295,7 @@ def expert_ffn(
                     if RESIDUAL:
                         summed += tl.load(residual_ptr + where, mask=mask, other=0.0).to(tl.float32)
                     tl.store(out_ptr + where, summed.to(out_ptr.dtype.element_ty), mask=mask)
-                    tl.store(row_count, 0, mask=ready)
+                    tl.store(row_count, 0, mask=last)
                 # The last down tile of a block has seen all others pass their wait.
                 whole = first & (in_block == (DOWN_TILES - 1) * 0x10000 + GATE_TILES)
                 tl.store(tl.where(first, block_state_ptr + block, block_state_ptr), 0, mask=whole)

@@ -12,10 +12,17 @@ from ..checks import FLOATS, check_dtype, check_shape
 from ..dispatch import Backend, Choice, Operation, sharding_refusal
 from ..errors import InvalidArgument
 from ..route import Routing, route
-from . import reference
+from . import reference, triton
 from .weights import ExpertWeights, MoEConfig, check_weights
 
-GROUPED_MOE = Operation("grouped_moe", (Backend("reference", reference.grouped_moe, lambda *_: None),))
+# Best first. The module `triton` imports Triton itself only when it serves a call.
+GROUPED_MOE = Operation(
+    "grouped_moe",
+    (
+        Backend("triton", triton.grouped_moe, triton.refusal),
+        Backend("reference", reference.grouped_moe, lambda *_: None),
+    ),
+)
 
 
 def grouped_moe(

@@ -53,6 +53,16 @@ def test_programmatic_launch_waits_before_any_access(spec):
     assert first is not None and wait < first.start()
 
 
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_what_waits_for_a_tile_acquires_what_it_wrote(tokens):
+    """Triton makes loads of additions of 0, and 3.6 dropped one whose value nobody used."""
+    code = compiled.disassembly(compiled.compile_spec(ffn(tokens), 90))
+    order = re.findall(r"\b(LDG\.E\.STRONG\.GPU|CCTL\.IVALL|HGMMA)\b", code)
+    polls = [i for i, name in enumerate(order) if name == "LDG.E.STRONG.GPU"]
+    after = order[polls[-1] + 1 :]
+    assert after[0] == "CCTL.IVALL" and "HGMMA" in after[1:]
+
+
 def test_matrix_units_take_the_weights_as_m():
     assert "HGMMA.64x16x16.F32.BF16" in compiled.disassembly(compiled.compile_spec(ffn(64), 90))
 

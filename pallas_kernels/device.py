@@ -1,0 +1,61 @@
+"""Where a call will run, and what keeps Triton kernels from running there inside ``jit``."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import re
+from typing import Any
+
+import jax
+
+MINIMUM_CAPABILITY = (8, 0)
+MINIMUM_JAX_TRITON = (0, 4)
+
+
+def device_of(array: Any) -> jax.Device:
+    """The device of a concrete array, else JAX's default device: inside ``jit`` nothing more is known."""
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        return next(iter(array.devices()))
+    wanted = jax.config.jax_default_device
+    if wanted is None or isinstance(wanted, str):
+        return jax.local_devices(backend=wanted)[0]
+    return wanted
+
+
+def triton_refusal(device: jax.Device) -> str | None:
+    """Why ``jax_triton.triton_call`` cannot serve a device, or None. Decided once per kind of device."""
+    return _refusal(device.platform, device.device_kind, getattr(device, "compute_capability", None))
+
+
+@functools.cache
+def _refusal(platform: str, kind: str, capability: str | None) -> str | None:
+    # JAX gives ROCm devices the platform "gpu" too, and a capability such as "gfx942".
+    number = re.fullmatch(r"(\d+)\.(\d+)", capability or "")
+    if number is None:
+        return f"no CUDA device: the call runs on {platform} ({kind})"
+    if tuple(map(int, number.groups())) < MINIMUM_CAPABILITY:
+        wanted = ".".join(map(str, MINIMUM_CAPABILITY))
+        return f"{kind} has compute capability {capability}, {wanted} or newer is needed"
+    return _missing_package()
+
+
+def _missing_package() -> str | None:
+    remedy = f"pip install 'moe-jax[{'cuda12' if importlib.util.find_spec('jax_cuda12_plugin') else 'cuda13'}]'"
+    wanted = ".".join(map(str, MINIMUM_JAX_TRITON))
+    try:
+        found = importlib.metadata.version("jax-triton")
+    except importlib.metadata.PackageNotFoundError:
+        return f"jax-triton is not installed, {wanted} or newer is needed: {remedy}"
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < MINIMUM_JAX_TRITON:
+        return f"jax-triton {found} is installed, {wanted} or newer is needed: {remedy}"
+    try:
+        import triton
+        from triton.backends.nvidia import driver
+    except ImportError as error:
+        return f"Triton cannot be imported ({error}): {remedy}"
+    # What jax-triton takes from Triton. Without it jax-triton imports all the same and fails at the first kernel.
+    if not hasattr(driver, "TMA_DTYPE_DEVICE_TO_HOST"):
+        return f"Triton {triton.__version__} is installed, jax-triton {found} needs 3.7 or newer: {remedy}"
+    return None

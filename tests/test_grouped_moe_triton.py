@@ -1,0 +1,343 @@
+"""The Triton back end of the expert block as far as it goes without a GPU: refusals, programs lowered for CUDA."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from backends import assert_close, layer, normal, random_ids, routing
+from moe_jax.pallas_kernels import device, dispatch
+from moe_jax.pallas_kernels.errors import CannotServe, SlowPathWarning
+from moe_jax.pallas_kernels.grouped_moe import ExpertWeights, explain, grouped_moe, reference, triton
+from moe_jax.pallas_kernels.route import Routing
+
+ROOT = Path(__file__).parents[1]
+CONFIG, WEIGHTS = layer(4, 2, 16, 12, biases=True, shared=8)
+X, LOGITS = normal(1, (5, 16)), normal(2, (5, 4))
+
+
+class Device(NamedTuple):
+    platform: str
+    device_kind: str
+    compute_capability: str | None = None
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CUDA machine, as far as the choice of a back end sees. Programs still compile for the CPU."""
+    monkeypatch.setattr(triton, "triton_refusal", lambda device: None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "_reported", set())
+
+
+def reason(x: jax.Array, logits: jax.Array, weights: ExpertWeights) -> str:
+    """Why the kernels decline; the one who asked for them by name must read the same."""
+    choice = explain(x, logits, weights, CONFIG)
+    ((name, text),) = choice.declined
+    assert (choice.backend, name) == ("reference", "triton")
+    assert str(choice) == f"grouped_moe: reference\n  triton declined: {text}"
+    with pytest.raises(CannotServe) as caught:
+        grouped_moe(x, logits, weights, CONFIG, backend="triton")
+    assert caught.value.declined == (("triton", text),)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        (Device("cpu", "cpu"), r"no CUDA device: the call runs on cpu \(cpu\)"),
+        (Device("tpu", "TPU v5 lite"), r"no CUDA device: the call runs on tpu \(TPU v5 lite\)"),
+        (Device("gpu", "AMD Instinct MI300X", "gfx942"), r"no CUDA device: the call runs on gpu \(AMD Instinct MI300X"),
+        (Device("gpu", "Tesla T4", "7.5"), r"Tesla T4 has compute capability 7\.5, 8\.0 or newer is needed"),
+    ],
+)
+def test_other_devices_are_refused_with_both_values(found: Any, wanted: str) -> None:
+    assert re.match(wanted, device.triton_refusal(found) or "")
+
+
+def test_newer_devices_are_taken_and_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[None] = []
+    monkeypatch.setattr(device, "_missing_package", lambda: asked.append(None))
+    device._refusal.cache_clear()
+    for _ in range(3):
+        assert device.triton_refusal(Device("gpu", "NVIDIA B200", "10.0")) is None  # pyrefly: ignore
+    assert len(asked) == 1
+    device._refusal.cache_clear()
+
+
+def test_packages_that_are_missing_or_too_old_are_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    remedy = r"needed: pip install 'moe-jax\[cuda1[23]\]'"
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    assert re.fullmatch(f"jax-triton is not installed, 0.4 or newer is {remedy}", device._missing_package() or "")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.3.1")
+    assert re.fullmatch(f"jax-triton 0.3.1 is installed, 0.4 or newer is {remedy}", device._missing_package() or "")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.4.1")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert re.match(r"Triton cannot be imported \(.*triton.*\): pip install", device._missing_package() or "")
+
+
+def test_a_triton_that_jax_triton_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax_triton")
+    from triton.backends.nvidia import driver
+
+    assert device._missing_package() is None
+    monkeypatch.delattr(driver, "TMA_DTYPE_DEVICE_TO_HOST")
+    assert re.match(
+        r"Triton [\d.]+ is installed, jax-triton [\d.]+ needs 3\.7 or newer: pip", device._missing_package()
+    )
+
+
+def test_C114_on_the_cpu_explain_says_that_there_is_no_cuda_device() -> None:
+    assert reason(X, LOGITS, WEIGHTS) == "no CUDA device: the call runs on cpu (cpu)"
+    chosen = []
+    jax.jit(lambda *a: chosen.append(explain(*a, CONFIG)))(X, LOGITS, WEIGHTS)
+    assert chosen[0].declined == (("triton", "no CUDA device: the call runs on cpu (cpu)"),)
+
+
+def test_the_device_is_that_of_the_array_or_the_default_one() -> None:
+    first, second = jax.devices()[:2] if jax.device_count() > 1 else jax.devices() * 2
+    assert device.device_of(jax.device_put(1.0, second)) == second
+    assert device.device_of(np.ones(3)) == first
+    seen = []
+    with jax.default_device(second):
+        jax.jit(lambda x: seen.append(device.device_of(x)))(1.0)
+    with jax.default_device("cpu"):
+        seen.append(device.device_of(np.ones(3)))
+    assert seen == [second, first]
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("rows", [0, 65, 4096])
+def test_row_counts_beyond_the_kernels_go_to_the_reference_without_a_warning(rows: int) -> None:
+    x, logits = jnp.zeros((rows, 16)), jnp.zeros((rows, 4))
+    assert reason(x, logits, WEIGHTS).startswith(f"{rows} rows: the kernels take 1 to 64")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert grouped_moe(x, logits, WEIGHTS, CONFIG).shape == (rows, 16)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_float64_goes_to_the_reference_without_a_warning() -> None:
+    with jax.enable_x64(True):
+        config, weights = layer(4, 2, 16, 12, dtype="float64")
+        x = normal(1, (5, 16), "float64")
+        choice = explain(x, LOGITS, weights, config)
+        assert choice.declined[0][1].startswith("float64 rows: the kernels take bfloat16, float16, float32")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert grouped_moe(x, LOGITS, weights, config).dtype == jnp.float64
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_weights_that_would_be_copied_at_every_call_are_refused_with_a_warning() -> None:
+    down = jax.device_put(WEIGHTS.down, Format(Layout((0, 2, 1)), WEIGHTS.down.sharding))
+    weights = ExpertWeights(gate_up=WEIGHTS.gate_up, down=down)
+    assert re.match(
+        r"weights\.down lies .* order of axes \(0, 2, 1\).*Layout\(\(0, 1, 2\)\)", reason(X, LOGITS, weights)
+    )
+    with pytest.warns(SlowPathWarning, match=r"weights\.down lies"):
+        grouped_moe(X, LOGITS, weights, CONFIG)
+    mended = jax.device_put(down, Format(Layout((0, 1, 2)), down.sharding))
+    assert explain(X, LOGITS, ExpertWeights(gate_up=WEIGHTS.gate_up, down=mended), CONFIG).backend == "triton"
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_one_to_64_rows_go_to_the_kernels(dtype: str) -> None:
+    config, weights = layer(4, 2, 16, 12, dtype=dtype)
+    for rows in (1, 2, 64):
+        choice = explain(jnp.zeros((rows, 16), dtype), jnp.zeros((rows, 4)), weights, config)
+        assert str(choice) == "grouped_moe: triton"
+
+
+def test_calls_on_the_cpu_import_no_triton() -> None:
+    code = (
+        "import sys, jax.numpy as jnp; sys.path.insert(0, 'tests'); import backends as b\n"
+        "from moe_jax import grouped_moe, explain\n"
+        "config, weights = b.layer(4, 2, 16, 12)\n"
+        "args = jnp.zeros((3, 16)), jnp.zeros((3, 4)), weights, config\n"
+        "grouped_moe(*args); explain(*args)\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('triton', 'jax_triton')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_specs_are_made_once_for_equal_shapes() -> None:
+    pytest.importorskip("triton")
+    config, again = layer(4, 2, 16, 12)[0], layer(4, 2, 16, 12)[0]
+    options = (False, False, True)
+    first = triton._specs(5, 2, 4, 16, 12, "float32", config.activation, *options)
+    assert first is triton._specs(5, 2, 4, 16, 12, "float32", again.activation, *options)
+    assert triton._specs(1, 2, 4, 16, 12, "float32", config.activation, *options)[0] is None
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65, 130])
+def test_more_rows_than_a_launch_takes_go_in_several(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+
+    def launch(config, rows, weights):
+        launched.append(rows[0].shape[0])
+        return triton._elsewhere(config, rows, weights)
+
+    monkeypatch.setattr(triton, "_launch", launch)
+    config, weights = layer(4, 2, 16, 12)
+    x, r, residual = normal(1, (rows, 16)), routing(random_ids(2, rows, 2, 4, sentinels=True)), normal(3, (rows, 16))
+    got = triton._in_launches(config, (x, r.weights, r.ids, residual), weights)
+    assert_close(got, reference.grouped_moe(x, r, weights, config) + residual, 1e-6)
+    assert launched == [min(rows, 64)]
+
+
+def op(x: jax.Array, logits: jax.Array, weights: ExpertWeights) -> jax.Array:
+    return grouped_moe(x, logits, weights, CONFIG, backend="triton")
+
+
+def plain(x: jax.Array, logits: jax.Array, weights: ExpertWeights) -> jax.Array:
+    return grouped_moe(x, logits, weights, CONFIG, backend="reference")
+
+
+def transformed(f: Callable[..., jax.Array]) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]]:
+    """Programs around the op, their arguments, and how many kernel calls stand in their text."""
+
+    def loss(*args: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(f(*args)))
+
+    def over_layers(x: jax.Array, layers: ExpertWeights) -> jax.Array:
+        return jnp.sum(jax.lax.scan(lambda c, w: (c + f(c, LOGITS, w), None), x, layers)[0] ** 2)
+
+    def twice(x: jax.Array, w: ExpertWeights) -> jax.Array:
+        block = jax.checkpoint(lambda x: x + f(x, LOGITS, w))
+        return jnp.sum(block(block(x)) ** 2)
+
+    def batch(tree: Any, size: int) -> Any:
+        return jax.tree.map(lambda a: jnp.stack([a * (i + 1) for i in range(size)]), tree)
+
+    full = X, LOGITS, WEIGHTS
+    shared = jax.vmap(f, in_axes=(0, 0, None))
+    return {
+        "plain": (f, full, 2),
+        "one row": (f, (X[:1], LOGITS[:1], WEIGHTS), 1),
+        "grad": (jax.grad(loss, argnums=(0, 1, 2)), full, 2),
+        "second derivatives": (jax.jacrev(jax.jacrev(loss)), full, 2),
+        "vmap into one launch": (shared, (batch(X, 3), batch(LOGITS, 3), WEIGHTS), 2),
+        "vmap into a loop of launches": (shared, (batch(X, 20), batch(LOGITS, 20), WEIGHTS), 2),
+        "vmap over weights": (jax.vmap(f, in_axes=(None, None, 0)), (X, LOGITS, batch(WEIGHTS, 3)), 2),
+        "grad of vmap": (
+            jax.grad(lambda *a: jnp.sum(shared(*a) ** 2), argnums=(0, 2)),
+            (batch(X, 3), batch(LOGITS, 3), WEIGHTS),
+            2,
+        ),
+        "vmap of grad": (jax.vmap(jax.grad(loss), in_axes=(0, 0, None)), (batch(X, 3), batch(LOGITS, 3), WEIGHTS), 2),
+        "grad of scan": (jax.grad(over_layers, argnums=(0, 1)), (X, batch(WEIGHTS, 3)), 2),
+        "checkpoint": (jax.grad(twice, argnums=(0, 1)), (X, WEIGHTS), 2),
+    }
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("name", ["grad", "vmap into a loop of launches", "vmap over weights", "grad of scan"])
+def test_a_program_compiled_for_the_cpu_beside_a_gpu_is_the_reference(name: str) -> None:
+    """Only XLA sees for which device it compiles; the op was traced for the GPU."""
+    f, args, _ = transformed(op)[name]
+    wanted, _, _ = transformed(plain)[name]
+    got, want = (jax.jit(g).lower(*args).compile({"xla_backend_optimization_level": 0})(*args) for g in (f, wanted))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_close(a, b, 1e-5)
+
+
+@pytest.fixture
+def for_hopper(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lowering for CUDA needs on a machine without a GPU."""
+    lib = pytest.importorskip("jax_triton").triton_lib.triton_kernel_call_lib
+    if lib is None or not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
+        pytest.skip("no CUDA plugin of JAX: pip install --no-deps jax-cuda13-plugin==(version of jaxlib)")
+    monkeypatch.setattr(lib, "get_compute_capability", lambda device: 90)
+
+
+def lowered(f: Callable[..., Any], *args: Any) -> str:
+    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels(text: str) -> int:
+    return text.count("stablehlo.custom_call @triton_kernel_call_ffi")
+
+
+@pytest.mark.usefixtures("for_hopper")
+@pytest.mark.parametrize("name", transformed(op))
+def test_lowers_for_cuda(name: str) -> None:
+    f, args, count = transformed(op)[name]
+    assert kernels(lowered(f, *args)) == count
+
+
+@pytest.mark.usefixtures("for_hopper")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_kernels_get_the_weights_as_they_are_given(dtype: str) -> None:
+    config, weights = layer(4, 2, 64, 48, dtype=dtype, biases=True)
+    r = routing(random_ids(2, 5, 2, 4))
+    f = jax.jit(lambda x, r, w: grouped_moe(x, r, w, config, backend="triton"))
+    text = lowered(f, normal(1, (5, 64), dtype), r, weights)
+    shapes = {"x".join(map(str, w.shape)) for w in jax.tree.leaves(weights)}
+    made = re.findall(r"= \"?stablehlo\.(\w+).*-> tensor<(\d+x\d+x?\d*)x", text)
+    assert not [(name, shape) for name, shape in made if shape in shapes]
+    # Counters are written in place, and nothing else is.
+    assert text.count("#stablehlo.output_operand_alias") == 1
+
+
+@pytest.mark.usefixtures("for_hopper")
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices (conftest.py sets XLA_FLAGS)")
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=lambda kind: kind.name)
+def test_inside_shard_map(kind: AxisType, check_vma: bool) -> None:
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
+    specs = (P("x"), P("x"), P())
+    x, logits = normal(1, (8, 16)), normal(2, (8, 4))
+    args = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, logits, WEIGHTS), specs, strict=True)]
+    sharded = jax.shard_map(op, mesh=mesh, in_specs=specs, out_specs=P("x"), check_vma=check_vma)
+    grad = jax.grad(lambda *a: jnp.sum(sharded(*a) ** 2), argnums=(0, 1, 2))
+    assert kernels(lowered(sharded, *args)) == kernels(lowered(grad, *args)) == 2
+    with pytest.raises(CannotServe, match=r"jax\.shard_map"):
+        op(*args)
+    if not check_vma:
+        return  # the values, once for each kind of axis
+    assert_close(jax.jit(sharded)(*args), plain(x, logits, WEIGHTS), 1e-6)
+    wanted = jax.grad(lambda *a: jnp.sum(plain(*a) ** 2), argnums=(0, 1, 2))(x, logits, WEIGHTS)
+    for a, b in zip(jax.tree.leaves(jax.jit(grad)(*args)), jax.tree.leaves(wanted), strict=True):
+        assert_close(a, b, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_rows_bits_do_not_depend_on_its_company(dtype: str) -> None:
+    config, weights = layer(16, 4, 192, 72, dtype=dtype, biases=True)
+    x, r = normal(1, (64, 192), dtype), routing(random_ids(2, 64, 4, 16))
+
+    def run(rows: slice, f: Callable[..., jax.Array] = grouped_moe) -> np.ndarray:
+        return np.asarray(f(x[rows], Routing(r.weights[rows], r.ids[rows]), weights, config, backend="triton"))
+
+    whole = run(slice(0, 64))
+    for count in (1, 2, 3, 4, 8, 16, 32):
+        for start in {0, 64 - count}:
+            assert run(slice(start, start + count)).tobytes() == whole[start : start + count].tobytes()
+
+    def many(x: jax.Array, r: Routing, *args: Any, **options: Any) -> jax.Array:
+        batched = jax.tree.map(lambda a: jnp.concatenate([a, a]).reshape(16, 8, -1), (x, r))
+        return jax.vmap(lambda x, r: grouped_moe(x, r, *args, **options))(*batched).reshape(128, -1)
+
+    assert run(slice(0, 64), many).tobytes() == 2 * whole.tobytes()
