@@ -57,6 +57,9 @@ def expert_ffn_spec(
     tile = tile or tile_for(tokens, top_k, experts, hidden, inner, dtype)
     if tile.lag < 1:
         raise InvalidArgument("tile.lag", where=where, got=tile.lag, wanted="at least 1")
+    if tile.backoff < 0 or tile.spread < 1:
+        got = f"backoff={tile.backoff}, spread={tile.spread}"
+        raise InvalidArgument("tile", where=where, got=got, wanted="backoff of at least 0, spread of at least 1")
     if tile.prefetch > inner // down_split(inner):
         raise InvalidArgument("tile.prefetch", where=where, got=tile.prefetch, wanted="at most one part of I")
     from .triton import expert_ffn as kernel
@@ -83,7 +86,7 @@ def expert_ffn_spec(
         Argument("down_ptr", dtype, (stack, hidden, inner), "in"),
         Argument("down_bias_ptr", dtype, (stack, hidden) if down_bias else none, "in"),
         Argument("residual_ptr", dtype, (tokens, hidden) if residual else none, "in"),
-        Argument("state_ptr", "int32", (1 + blocks + tokens * columns,), "state"),
+        Argument("state_ptr", "int32", (1 + blocks * tile.spread + tokens * columns,), "state"),
         Argument("inner_ptr", dtype, (pairs, inner), "scratch"),
         Argument("pair_ptr", "float32", (pairs * split, hidden), "scratch"),
         Argument("out_ptr", dtype, (tokens, hidden), "out"),
@@ -118,6 +121,8 @@ def expert_ffn_spec(
             ("LAG", min(tile.lag, blocks)),
             ("PROGRAMS", programs),
             ("PREFETCH", tile.prefetch),
+            ("BACKOFF", tile.backoff),
+            ("SPREAD", tile.spread),
             ("PDL", pdl),
         ),
         grid=(programs, 1, 1),

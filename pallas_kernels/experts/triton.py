@@ -93,6 +93,14 @@ def _prefetch(ptr, rows, ROW_BYTES: tl.constexpr, BYTES: tl.constexpr):
 
 
 @triton.jit
+def _sleep(NANOSECONDS: tl.constexpr):
+    """Wait about that long. Who polls without a pause slows the loads of those it waits for."""
+    tl.inline_asm_elementwise(
+        "nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [NANOSECONDS], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def expert_ffn(
     x_ptr,
     ids_ptr,
@@ -135,6 +143,8 @@ def expert_ffn(
     LAG: tl.constexpr,
     PROGRAMS: tl.constexpr,
     PREFETCH: tl.constexpr,
+    BACKOFF: tl.constexpr,
+    SPREAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """See `experts.specs.expert_ffn_spec` for the arguments."""
@@ -151,7 +161,7 @@ def expert_ffn(
     # State: the next tile; per block, gate-up tiles done and (in the high half) down tiles done; per row
     # and BLOCK_M columns, parts of pairs done.
     block_state_ptr = state_ptr + 1
-    row_state_ptr = block_state_ptr + BLOCKS
+    row_state_ptr = block_state_ptr + BLOCKS * SPREAD
     lane = tl.arange(0, BLOCK_M)
     rank = tl.arange(0, TOP_K_POW2)
     slot = tl.arange(0, BLOCK_N)
@@ -225,7 +235,7 @@ def expert_ffn(
                     mask=live[None, :] & (unit < INNER)[:, None],
                 )
                 tl.debug_barrier()
-                tl.atomic_add(block_state_ptr + block, 1, sem="release")
+                tl.atomic_add(block_state_ptr + block * SPREAD, 1, sem="release")
             else:
                 weights = down_ptr + stack_row * (HIDDEN * INNER)
                 column = tile // SPLIT
@@ -242,14 +252,16 @@ def expert_ffn(
                 exists = (ids >= 0) & (ids < EXPERTS)
                 scales = tl.load(scale_ptr + of_row, mask=exists, other=0.0)
                 present = tl.sum(exists.to(tl.int32), 1)
-                arrived = tl.atomic_add(block_state_ptr + block, 0, sem="relaxed")
+                arrived = tl.atomic_add(block_state_ptr + block * SPREAD, 0, sem="relaxed")
                 while (arrived & 0xFFFF) < GATE_TILES:
-                    arrived = tl.atomic_add(block_state_ptr + block, 0, sem="relaxed")
+                    if BACKOFF > 0:
+                        _sleep(BACKOFF)
+                    arrived = tl.atomic_add(block_state_ptr + block * SPREAD, 0, sem="relaxed")
                 # Triton makes a load of an addition of 0 and 3.6 drops one whose value is not used, and the order of
                 # memory with it: so the reads below depend on the value.
-                arrived = tl.atomic_add(block_state_ptr + block, 0, sem="acquire")
+                arrived = tl.atomic_add(block_state_ptr + block * SPREAD, 0, sem="acquire")
                 tl.debug_barrier()
-                ready = live & ((arrived & 0xFFFF) >= GATE_TILES)
+                ready = tl.where(live, arrived & 0xFFFF, 0) >= GATE_TILES
                 total = _tile(
                     weights, at, inside, inner_ptr, pair, ready, part * PART, INNER, PART,
                     BLOCK_M, BLOCK_N, BLOCK_K, HIDDEN % BLOCK_M == 0,
@@ -267,7 +279,7 @@ def expert_ffn(
                 row_count = row_state_ptr + token * COLUMNS + column
                 first = slot == 0
                 counted = tl.atomic_add(
-                    tl.join(row_count, tl.where(first, block_state_ptr + block, block_state_ptr)),
+                    tl.join(row_count, tl.where(first, block_state_ptr + block * SPREAD, block_state_ptr)),
                     tl.join(tl.full([BLOCK_N], 1, tl.int32), tl.full([BLOCK_N], 0x10000, tl.int32)),
                     mask=tl.join(live, first),
                     sem="acq_rel",
@@ -298,7 +310,7 @@ def expert_ffn(
                     tl.store(row_count, 0, mask=last)
                 # The last down tile of a block has seen all others pass their wait.
                 whole = first & (in_block == (DOWN_TILES - 1) * 0x10000 + GATE_TILES)
-                tl.store(tl.where(first, block_state_ptr + block, block_state_ptr), 0, mask=whole)
+                tl.store(tl.where(first, block_state_ptr + block * SPREAD, block_state_ptr), 0, mask=whole)
 
     if TOKENS > 1:
         # Every program claims one tile too many; the last to do so leaves the count as it was.

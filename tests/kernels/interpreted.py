@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ from moe_jax.pallas_kernels.interpret import interpret
 from moe_jax.pallas_kernels.plan import plan_spec
 from moe_jax.pallas_kernels.plan.reference import plan_blocks
 
-SMALL = Tile(block_m=32, block_k=32, num_warps=4, block_n=8, num_stages=3, lag=2, programs=5, prefetch=0)
+SMALL = Tile(
+    block_m=32, block_k=32, num_warps=4, block_n=8, num_stages=3, lag=2, programs=5, prefetch=0, backoff=0, spread=3
+)
 
 
 def run(spec, rng, ids, scale):
@@ -52,7 +56,7 @@ def test_row_counts_and_experts(tokens, k, experts, dtype):
 def test_every_lag_visits_every_tile(lag):
     rng = np.random.default_rng(3)
     ids, scale = routing(rng, 6, 5, 2)
-    tile = Tile(block_m=32, block_k=32, num_warps=4, block_n=8, num_stages=3, lag=lag, programs=3, prefetch=0)
+    tile = dataclasses.replace(SMALL, lag=lag, programs=3)
     if lag == 0:
         with pytest.raises(InvalidArgument, match="lag"):
             expert_ffn_spec(6, 2, 5, 64, 40, dtype="float32", activation=ACTIVATIONS[0], tile=tile)
@@ -132,7 +136,18 @@ def test_plan(tokens, k, experts, block_n, slots):
 def test_a_wide_expert_is_reduced_in_parts():
     rng = np.random.default_rng(11)
     ids, scale = routing(rng, 3, 3, 2)
-    tile = Tile(block_m=64, block_k=512, num_warps=4, block_n=8, num_stages=3, lag=2, programs=5, prefetch=0)
+    tile = Tile(
+        block_m=64,
+        block_k=512,
+        num_warps=4,
+        block_n=8,
+        num_stages=3,
+        lag=2,
+        programs=5,
+        prefetch=0,
+        backoff=0,
+        spread=3,
+    )
     spec = expert_ffn_spec(
         3, 2, 3, 64, 7200, dtype="float32", activation=ACTIVATIONS[6], down_bias=True, tile=tile
     )  # fmt: skip
