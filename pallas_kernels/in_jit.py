@@ -11,20 +11,21 @@ from jaxtyping import Array
 
 from .checks import check_dtype, check_shape
 from .errors import InvalidArgument
-from .spec import KernelSpec
+from .spec import Argument, KernelSpec
 
 
-def call(spec: KernelSpec, inputs: Sequence[Array]) -> tuple[Array, ...]:
+def call(spec: KernelSpec, inputs: Sequence[Array | jax.Ref]) -> tuple[Array, ...]:
     """Call the kernel on arrays of one CUDA device.
 
     Args:
-        inputs: an array for each ``"in"`` argument, in order.
+        inputs: an array for each ``"in"`` argument and a `jax.Ref` for each ``"inout"`` one, in the spec's order.
+            What the Refs hold is changed in place.
 
     Returns:
         the ``"out"`` arguments, in order.
 
     Raises:
-        InvalidArgument: another number, shape or dtype of inputs than the spec's.
+        InvalidArgument: another number, kind, shape or dtype of inputs than the spec's.
     """
     import jax_triton
 
@@ -32,10 +33,9 @@ def call(spec: KernelSpec, inputs: Sequence[Array]) -> tuple[Array, ...]:
     if len(inputs) != len(spec.inputs):
         raise InvalidArgument("number of inputs", where=where, got=len(inputs), wanted=len(spec.inputs))
     operands: dict[str, Any] = {}
-    for argument, array in zip(spec.inputs, inputs, strict=True):
-        check_dtype(where, argument.name, array, (argument.dtype,))
-        check_shape(where, argument.name, array, argument.shape)
-        operands[argument.name] = array
+    for argument, given in zip(spec.inputs, inputs, strict=True):
+        _check(where, argument, given)
+        operands[argument.name] = given
     for argument in spec.arguments:
         if argument.role == "state":
             operands[argument.name] = jax.new_ref(jnp.zeros(argument.shape, argument.dtype))
@@ -52,3 +52,15 @@ def call(spec: KernelSpec, inputs: Sequence[Array]) -> tuple[Array, ...]:
         **dict(spec.constexprs),
     )
     return tuple(value for argument, value in zip(written, results, strict=True) if argument.role == "out")
+
+
+def _check(where: str, argument: Argument, given: Any) -> None:
+    if argument.role != "inout":
+        check_dtype(where, argument.name, given, (argument.dtype,))
+        check_shape(where, argument.name, given, argument.shape)
+        return
+    got, wanted = type(given).__name__, f"a jax.Ref of {argument.dtype}{list(argument.shape)}"
+    if isinstance(given, jax.Ref):
+        got = f"a jax.Ref of {given.dtype.name}{list(given.shape)}"
+    if got != wanted:
+        raise InvalidArgument(argument.name, where=where, got=got, wanted=wanted)

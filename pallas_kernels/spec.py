@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from .errors import InvalidArgument
 
-Role = Literal["in", "out", "scratch", "state"]
+Role = Literal["in", "inout", "state", "out", "scratch"]
+GIVEN: tuple[Role, ...] = ("in", "inout")
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
 
 
@@ -24,9 +25,10 @@ class Argument:
         name: parameter name in the Triton function.
         dtype: numpy name of the element type.
         shape: shape of the whole buffer.
-        role: ``"in"`` is only read; ``"out"`` is written everywhere; ``"scratch"`` holds nothing before or
-            after; ``"state"`` is zero before the first launch and left zero by every launch, so a caller
-            may keep one buffer for ever or hand in fresh zeros. It is the only input that is written.
+        role: ``"in"`` is only read; ``"inout"`` is the caller's and is changed in place; ``"out"`` is written
+            everywhere, or where the maker of the spec says; ``"scratch"`` holds nothing before or after; ``"state"``
+            is zero before the first launch and left zero by every launch, so a caller may keep one buffer for ever or
+            hand in fresh zeros.
     """
 
     name: str
@@ -48,7 +50,8 @@ class KernelSpec:
         num_warps, num_stages: as Triton means them.
         enable_fp_fusion: contraction of multiply and add; stated because Triton's default is changing.
         pdl: launched with programmatic dependent launch; the function then waits before its first access.
-        reference: ``jax.numpy`` function of the ``"in"`` arguments that returns the ``"out"`` ones.
+        reference: ``jax.numpy`` function of the `inputs` that returns the new contents of the ``"inout"`` arguments and
+            then the ``"out"`` ones; a single one not in a tuple.
     """
 
     name: str
@@ -70,14 +73,14 @@ class KernelSpec:
         ]:
             raise InvalidArgument("parameters", where=f"KernelSpec({self.name!r})", got=got, wanted=wanted)
         roles = [a.role for a in self.arguments]
-        given = [role in ("in", "state") for role in roles]
+        given = [role in ("in", "inout", "state") for role in roles]
         if given != sorted(given, reverse=True):
             # Inside jit a kernel gets its operands first and its results after them, whatever its parameters' order.
             raise InvalidArgument(
                 "order of arguments",
                 where=f"KernelSpec({self.name!r})",
                 got=roles,
-                wanted="in and state before out and scratch",
+                wanted="in, inout and state before out and scratch",
             )
         unknown = [a.dtype for a in self.arguments if a.dtype not in DTYPES]
         if unknown:
@@ -85,8 +88,8 @@ class KernelSpec:
 
     @property
     def inputs(self) -> tuple[Argument, ...]:
-        """Arguments the caller supplies the contents of."""
-        return tuple(a for a in self.arguments if a.role == "in")
+        """Arguments the caller supplies the contents of: ``"in"`` and ``"inout"``."""
+        return tuple(a for a in self.arguments if a.role in GIVEN)
 
     @property
     def outputs(self) -> tuple[Argument, ...]:
@@ -95,7 +98,7 @@ class KernelSpec:
 
     @functools.cached_property
     def source_hash(self) -> str:
-        """sha256 of the kernel's source and of every ``triton.jit`` function it calls."""
+        """sha256 of the kernel's source, of every ``triton.jit`` function it calls and of the constants these read."""
         return hashlib.sha256("\n".join(_sources(self.function)).encode()).hexdigest()
 
     @functools.cached_property
@@ -112,7 +115,9 @@ class KernelSpec:
 
 
 def _sources(function: Any) -> list[str]:
-    """Source texts of a Triton function and the project's Triton functions it reaches, each once, by name."""
+    """What a Triton function is made of, sorted: its text, those of the project's Triton functions that it reaches, and
+    the values of the module's constants (``tl.constexpr``) that any of them reads.
+    """
     found: dict[str, str] = {}
 
     def visit(triton_function: Any) -> None:
@@ -126,6 +131,8 @@ def _sources(function: Any) -> list[str]:
             inner = getattr(value, "fn", None)
             if isinstance(inner, types.FunctionType) and not inner.__module__.startswith("triton."):
                 visit(value)
+            elif type(value).__name__ == "constexpr":  # Triton itself need not be imported here
+                found[f"{plain.__module__}.{used}"] = repr(getattr(value, "value", None))
 
     visit(function)
     return [f"{name}\n{text}" for name, text in sorted(found.items())]

@@ -1,0 +1,57 @@
+"""Tiles of decode attention. What fixes the arithmetic is the same for every launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_ROWS = 64
+# Keys of a tile, half of them in float32; splits that the second pass reduces at a time.
+TILE = 64
+CHUNK = 16
+# Query heads of one program: the matrix unit's rows. 64 would choose another instruction.
+MAX_BLOCK_M = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How the work is spread.
+
+    Attributes:
+        run, runs: tiles of a run and runs of a split. These belong to the arithmetic.
+        programs: programs that share the work; as many as the device holds at once.
+        fill: with fewer pairs of split and key head than this, programs take runs.
+        num_warps, num_stages: as Triton means them.
+        combine_warps: warps of the second pass. These belong to the arithmetic and depend on nothing.
+    """
+
+    run: int = 4
+    runs: int = 4
+    programs: int = 264
+    fill: int = 128
+    num_warps: int = 4
+    num_stages: int = 3
+    combine_warps: int = 8
+
+
+def max_dim(dtype: str) -> int:
+    """The longest head whose sums fit registers."""
+    return 128 if dtype == "float32" else 256
+
+
+def tile_keys(dtype: str) -> int:
+    """Keys of a tile. Float32 goes through no matrix unit, and takes the more registers for that."""
+    return TILE // 2 if dtype == "float32" else TILE
+
+
+def schedule_for(rows: int, dim: int = 128, dtype: str = "bfloat16") -> Schedule:
+    """One row has few pieces: all keys of a run in flight. More rows: two programs on a multiprocessor."""
+    wide = dim > 128 or dtype == "float32"
+    return Schedule(num_stages=5 if rows == 1 and not wide else 3, num_warps=8 if wide else 4)
+
+
+def group_rows(rows_of_sequence: int, share: int) -> int:
+    """Rows of one sequence that a program takes together, for ``share`` query heads of a key head."""
+    fit = max(1, MAX_BLOCK_M // share)
+    while rows_of_sequence % fit:
+        fit -= 1
+    return fit

@@ -1,0 +1,146 @@
+"""Decode attention bound to shapes: two launches, over splits and over their results."""
+
+from __future__ import annotations
+
+import functools
+
+from ..errors import InvalidArgument
+from ..plan.specs import power_of_two
+from ..spec import Argument, KernelSpec
+from . import reference
+from .heuristics import CHUNK, MAX_BLOCK_M, MAX_ROWS, Schedule, group_rows, max_dim, schedule_for, tile_keys
+
+
+def attention_specs(
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    *,
+    dtype: str,
+    sequences: int,
+    pages: int,
+    page_size: int,
+    max_pages: int,
+    rows_of_sequence: int = 1,
+    scale: float | None = None,
+    window: int | None = None,
+    sink: bool = False,
+    schedule: Schedule | None = None,
+    pdl: bool = False,
+) -> tuple[KernelSpec, KernelSpec]:
+    """Grouped-query attention of 1 to 64 rows over pages, as two launches: splits, then their sum.
+
+    First launch. Inputs, in order: ``q`` ``[T, heads * dim]``; ``k_pages``, ``v_pages`` ``[pages, kv_heads, page_size,
+    dim]``; ``table`` int32 ``[sequences, max_pages]``, a sequence's pages; ``position`` int32 ``[T]``, the last key a
+    row sees, negative for a row that is not there; ``sequence`` int32 ``[T]``, its row of ``table``. Numbers past what
+    they count into are taken as the nearest that is there.
+    Outputs, for the second launch: ``vector`` f32 ``[slots, heads, dim]`` and ``weight`` f32 ``[slots, heads, 2]``,
+    written only where a row has keys.
+    Second launch. Inputs: ``vector``, ``weight``, ``position``, ``sink`` ``[heads]`` (``(1,)`` and not read when
+    absent). Output: ``out`` ``[T, heads * dim]``, 0 for rows that are not there.
+
+    Args:
+        rows_of_sequence: rows come in runs of this many with the same ``sequence`` (verification, prompt chunks), in
+            any order of positions; keys are then read once for several rows. 1: no row knows of another's sequence.
+        scale: of the scores; None: ``dim ** -0.5``.
+        window: keys that a row sees, its own with them; None: all.
+        sink: a logit of each head joins the softmax and brings no value.
+        schedule: by default `schedule_for`.
+        pdl: launch while the kernel before still runs (sm_90).
+
+    Raises:
+        InvalidArgument: rows, sizes or dtype out of range.
+    """
+    where = "attention_specs"
+    if not 1 <= rows <= MAX_ROWS:
+        raise InvalidArgument("rows", where=where, got=rows, wanted=f"1 to {MAX_ROWS}")
+    if rows % rows_of_sequence:
+        raise InvalidArgument("rows_of_sequence", where=where, got=rows_of_sequence, wanted=f"a divisor of rows={rows}")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise InvalidArgument("dtype", where=where, got=dtype, wanted="bfloat16, float16 or float32")
+    if heads % kv_heads or heads // kv_heads > MAX_BLOCK_M:
+        wanted = f"heads a multiple of kv_heads, up to {MAX_BLOCK_M} times"
+        raise InvalidArgument("heads", where=where, got=f"{heads} and {kv_heads}", wanted=wanted)
+    if not 1 <= dim <= max_dim(dtype):
+        raise InvalidArgument("dim", where=where, got=f"{dim} in {dtype}", wanted=f"1 to {max_dim(dtype)}")
+    if page_size < 1 or page_size & (page_size - 1):
+        raise InvalidArgument("page_size", where=where, got=page_size, wanted="a power of two")
+    if window is not None and window < 1:
+        raise InvalidArgument("window", where=where, got=window, wanted="at least 1, or None")
+    from .triton import attend, combine
+
+    schedule, tile = schedule or schedule_for(rows, dim, dtype), tile_keys(dtype)
+    run, split = schedule.run, schedule.run * schedule.runs
+    share = heads // kv_heads
+    together = group_rows(rows_of_sequence, share)
+    groups = rows // together
+    block_m = max(16, power_of_two(together * share))
+    longest = max_pages * page_size
+    splits, runs = (groups * -(-longest // (tile * tiles)) for tiles in (split, run))
+    # Runs are taken when splits are fewer than `fill`; one more for the ends of each group.
+    slots = max(splits, min(runs, schedule.runs * (schedule.fill + groups))) * together
+    scale = float(dim**-0.5 if scale is None else scale)
+    of_pages = (pages, kv_heads, page_size, dim)
+    cut = {"window": window, "group_rows": together, "tile": tile, "run": run, "split": split, "fill": schedule.fill}
+    shape = (
+        ("ROWS", rows),
+        ("GROUP_ROWS", together),
+        ("GROUPS", power_of_two(groups)),
+        ("HEADS", heads),
+        ("KV_HEADS", kv_heads),
+        ("DIM", dim),
+        ("DIM_POW2", max(16, power_of_two(dim))),
+        ("LONGEST", longest),
+        ("WINDOW", window or 0),
+        ("TILE", tile),
+        ("RUN", run),
+        ("RUNS", schedule.runs),
+        ("FILL", schedule.fill),
+    )
+    first = KernelSpec(
+        name="attend",
+        function=attend,
+        arguments=(
+            Argument("q_ptr", dtype, (rows, heads * dim), "in"),
+            Argument("k_pages_ptr", dtype, of_pages, "in"),
+            Argument("v_pages_ptr", dtype, of_pages, "in"),
+            Argument("table_ptr", "int32", (sequences, max_pages), "in"),
+            Argument("position_ptr", "int32", (rows,), "in"),
+            Argument("sequence_ptr", "int32", (rows,), "in"),
+            Argument("vector_ptr", "float32", (slots, heads, dim), "out"),
+            Argument("weight_ptr", "float32", (slots, heads, 2), "out"),
+        ),
+        constexprs=(
+            *shape, ("SEQUENCES", sequences), ("PAGES", pages), ("PAGE", page_size),
+            ("PIECE_PAGES", max(1, split * tile // page_size)), ("SCALE", scale), ("BLOCK_M", block_m),
+            ("PROGRAMS", schedule.programs), ("PDL", pdl),
+        ),
+        grid=(schedule.programs, 1, 1),
+        num_warps=schedule.num_warps,
+        num_stages=schedule.num_stages,
+        enable_fp_fusion=False,
+        pdl=pdl,
+        reference=functools.partial(reference.attend, scale=scale, slots=slots, **cut),
+    )  # fmt: skip
+    second = KernelSpec(
+        name="attention_combine",
+        function=combine,
+        arguments=(
+            Argument("vector_ptr", "float32", (slots, heads, dim), "in"),
+            Argument("weight_ptr", "float32", (slots, heads, 2), "in"),
+            Argument("position_ptr", "int32", (rows,), "in"),
+            Argument("sink_ptr", dtype, (heads,) if sink else (1,), "in"),
+            Argument("out_ptr", dtype, (rows, heads * dim), "out"),
+        ),
+        constexprs=(*shape, ("CHUNK", CHUNK), ("SINK", sink), ("PDL", pdl)),
+        grid=(rows, heads, 1),
+        num_warps=schedule.combine_warps,
+        num_stages=1,
+        enable_fp_fusion=False,
+        pdl=pdl,
+        reference=functools.partial(
+            reference.combine, kv_heads=kv_heads, longest=longest, has_sink=sink, out_dtype=dtype, **cut
+        ),
+    )
+    return first, second

@@ -1,0 +1,291 @@
+"""Attention of 1 to 64 query rows over paged keys and values, and the sum over its splits.
+
+Keys are cut at absolute positions: tiles of TILE, runs of RUN tiles, splits of RUNS runs. A tile's softmax is its own,
+tiles of a run and runs of a split are merged in ascending order, splits by one formula of a fixed shape. Every sum
+runs through the matrix unit or over a shape that no launch changes, so a row's bits depend on its own position and on
+nothing else. Whether a program takes a split or a run (when there are too few splits to fill the device) changes where
+the merging happens, not what is computed. docs/kernels-decode.md has the reasoning.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _positions(position_ptr, row, mask, LONGEST: tl.constexpr):
+    """The last key that some rows see; past the table's keys is its last key, so that nothing outside it is read."""
+    return tl.minimum(tl.load(position_ptr + row, mask=mask, other=-1), LONGEST - 1)
+
+
+@triton.jit
+def _items(
+    position_ptr, ROWS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUPS: tl.constexpr, KV_HEADS: tl.constexpr,
+    LONGEST: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr,
+    FILL: tl.constexpr,
+):  # fmt: skip
+    """What each group of rows has to do.
+
+    Returns:
+        ``last`` ``[GROUPS]``, the last position of a group (-1: none there); ``low`` the first key that it sees;
+        ``first`` the slot of that key; ``end`` the number of slots up to and with the group; tiles of a slot.
+    """
+    group = tl.arange(0, GROUPS)
+    last = tl.full([GROUPS], -1, tl.int32)
+    low = tl.full([GROUPS], 0x7FFFFFFF, tl.int32)
+    for r in tl.static_range(GROUP_ROWS):
+        row = group * GROUP_ROWS + r
+        position = _positions(position_ptr, row, row < ROWS, LONGEST)
+        last = tl.maximum(last, position)
+        low = tl.where(position >= 0, tl.minimum(low, position), low)
+    low = tl.maximum(low - (WINDOW - 1), 0) if WINDOW > 0 else tl.zeros([GROUPS], tl.int32)
+    # Splits, when they are enough, else runs.
+    piece = TILE * RUN * RUNS
+    pieces = tl.sum(tl.where(last >= 0, last // piece - low // piece + 1, 0), 0)
+    tiles = tl.where(pieces * KV_HEADS >= FILL, RUN * RUNS, RUN)
+    span = tiles * TILE
+    first = tl.where(last >= 0, low // span, 0)
+    slots = tl.where(last >= 0, last // span - first + 1, 0)
+    return last, low, first, tl.cumsum(slots, 0), tiles
+
+
+@triton.jit
+def _merge(top, total, out, tile_top, tile_total, tile_out, there):
+    """Add a tile that is ``there`` to what came before it."""
+    largest = tl.maximum(top, tile_top)
+    # Two times -inf: a row all of whose scores are -inf so far.
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    old, new = tl.exp2(top - base), tl.exp2(tile_top - base)
+    total = tl.where(there, total * old + tile_total * new, total)
+    out = tl.where(there[:, None], out * old[:, None] + tile_out * new[:, None], out)
+    return tl.where(there, largest, top), total, out
+
+
+@triton.jit
+def attend(
+    q_ptr,
+    k_pages_ptr,
+    v_pages_ptr,
+    table_ptr,
+    position_ptr,
+    sequence_ptr,
+    vector_ptr,
+    weight_ptr,
+    ROWS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_POW2: tl.constexpr,
+    LONGEST: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+    FILL: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    PAGES: tl.constexpr,
+    PAGE: tl.constexpr,
+    PIECE_PAGES: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """See `attention.specs.attention_specs` for the arguments."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    last, lows, first, end, tiles = _items(
+        position_ptr, ROWS, GROUP_ROWS, GROUPS, KV_HEADS, LONGEST, WINDOW, TILE, RUN, RUNS, FILL
+    )
+    group = tl.arange(0, GROUPS)
+    sequences = tl.full([GROUPS], 0, tl.int32)
+    for r in tl.static_range(GROUP_ROWS):
+        of_group = group * GROUP_ROWS + r
+        sequences = tl.maximum(sequences, tl.load(sequence_ptr + of_group, mask=of_group < ROWS, other=0))
+    items = tl.max(end, 0) * KV_HEADS
+    SHARE: tl.constexpr = HEADS // KV_HEADS
+    # A tile within one page has one address; pages of a piece are read at once, before its keys.
+    ONE_PAGE: tl.constexpr = PAGE % TILE == 0
+    MAX_PAGES: tl.constexpr = LONGEST // PAGE
+    m = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, DIM_POW2)
+    lane = tl.arange(0, TILE)
+    index = tl.arange(0, PIECE_PAGES)
+    pages = index
+    for item in range(tl.program_id(0), items, PROGRAMS):
+        slot = item // KV_HEADS
+        kv_head = item % KV_HEADS
+        # The group that a slot belongs to, and the slot's number in absolute positions.
+        mine = tl.sum((end <= slot).to(tl.int32), 0)
+        here = group == mine
+        before = tl.max(tl.where(group < mine, end, 0), 0)
+        tile = (slot - before + tl.sum(tl.where(here, first, 0), 0)) * tiles
+        final = tl.sum(tl.where(here, last, 0), 0)
+        start = tl.sum(tl.where(here, lows, 0), 0)
+        sequence = tl.minimum(tl.sum(tl.where(here, sequences, 0), 0), SEQUENCES - 1)
+        stop = tl.minimum(tile + tiles, final // TILE + 1)
+        pages_at = table_ptr + sequence * MAX_PAGES
+        if ONE_PAGE:
+            index = tile * TILE // PAGE + tl.arange(0, PIECE_PAGES)
+            pages = tl.load(pages_at + index, mask=index <= final // PAGE, other=0)
+        row = mine * GROUP_ROWS + m // SHARE
+        head = kv_head * SHARE + m % SHARE
+        if GROUP_ROWS == 1:
+            position = tl.where(m < SHARE, final, -1)
+        else:
+            position = _positions(position_ptr, row, (m < GROUP_ROWS * SHARE) & (row < ROWS), LONGEST)
+        live = position >= 0
+        q_at = (row * HEADS + head)[:, None] * DIM + dim[None, :]
+        q = tl.load(q_ptr + q_at, mask=live[:, None] & (dim < DIM)[None, :], other=0.0)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        out = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
+        run_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        run_total = tl.zeros([BLOCK_M], tl.float32)
+        run_out = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
+        for t in range(tile, stop):
+            key = t * TILE + lane
+            exists = key <= final
+            if WINDOW > 0:
+                exists = exists & (key >= start)
+            if ONE_PAGE:
+                page = tl.sum(tl.where(index == t * TILE // PAGE, pages, 0), 0)
+                page = tl.minimum(tl.maximum(page, 0), PAGES - 1)
+                at = (page.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * DIM) + (t * TILE % PAGE + lane) * DIM
+            else:
+                page = tl.load(pages_at + key // PAGE, mask=exists, other=0)
+                page = tl.minimum(tl.maximum(page, 0), PAGES - 1)
+                at = (page.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * DIM) + (key % PAGE) * DIM
+            # Places that no row of the group sees hold anything: by select, so that a NaN there meets no 0.
+            mask = exists[:, None] if DIM == DIM_POW2 else exists[:, None] & (dim < DIM)[None, :]
+            k = tl.load(k_pages_ptr + at[:, None] + dim[None, :], mask=mask, other=0.0)
+            v = tl.load(v_pages_ptr + at[:, None] + dim[None, :], mask=mask, other=0.0)
+            score = tl.dot(q, tl.trans(k), input_precision="ieee") * (SCALE * LOG2_E)
+            seen = key[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (key[None, :] > position[:, None] - WINDOW)
+            score = tl.where(seen, score, float("-inf"))
+            tile_top = tl.max(score, 1)
+            base = tl.where(tile_top == float("-inf"), 0.0, tile_top)
+            p = tl.exp2(score - base[:, None]).to(q.dtype)
+            # The sum of p as a product: in the matrix unit's order, which no layout changes.
+            tile_total = tl.max(tl.dot(p, tl.full([TILE, 16], 1.0, q.dtype), input_precision="ieee"), 1)
+            tile_out = tl.dot(p, v, input_precision="ieee")
+            there = t * TILE <= position
+            if WINDOW > 0:
+                there = there & ((t + 1) * TILE > position - (WINDOW - 1))
+            run_top, run_total, run_out = _merge(run_top, run_total, run_out, tile_top, tile_total, tile_out, there)
+            if ((t + 1) % RUN == 0) | (t + 1 == stop):
+                top, total, out = _merge(top, total, out, run_top, run_total, run_out, m >= 0)
+                run_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                run_total = tl.zeros([BLOCK_M], tl.float32)
+                run_out = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
+        place = (slot * GROUP_ROWS + m // SHARE).to(tl.int64) * HEADS + head
+        tl.store(vector_ptr + place[:, None] * DIM + dim[None, :], out, mask=live[:, None] & (dim < DIM)[None, :])
+        tl.store(weight_ptr + place * 2, top, mask=live)
+        tl.store(weight_ptr + place * 2 + 1, total, mask=live)
+
+
+@triton.jit
+def _piece(
+    vector_ptr, weight_ptr, slot, row, head, there,
+    GROUP_ROWS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr,
+):  # fmt: skip
+    """What the first launch left in some slots."""
+    dim = tl.arange(0, DIM_POW2)
+    place = (tl.where(there, slot, 0) * GROUP_ROWS + row % GROUP_ROWS).to(tl.int64) * HEADS + head
+    top = tl.load(weight_ptr + place * 2, mask=there, other=float("-inf"))
+    total = tl.load(weight_ptr + place * 2 + 1, mask=there, other=0.0)
+    mask = there[:, None] & (dim < DIM)[None, :]
+    return top, total, tl.load(vector_ptr + place[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def combine(
+    vector_ptr,
+    weight_ptr,
+    position_ptr,
+    sink_ptr,
+    out_ptr,
+    ROWS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_POW2: tl.constexpr,
+    LONGEST: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+    FILL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SINK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """See `attention.specs.attention_specs` for the arguments."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    _, _, first, end, tiles = _items(
+        position_ptr, ROWS, GROUP_ROWS, GROUPS, KV_HEADS, LONGEST, WINDOW, TILE, RUN, RUNS, FILL
+    )
+    group = tl.arange(0, GROUPS)
+    mine = row // GROUP_ROWS
+    # Scratch slot of absolute slot 0.
+    origin = tl.max(tl.where(group < mine, end, 0), 0) - tl.sum(tl.where(group == mine, first, 0), 0)
+    position = _positions(position_ptr, row, row < ROWS, LONGEST)
+    SPLIT: tl.constexpr = TILE * RUN * RUNS
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(position - (WINDOW - 1), 0)
+    lane = tl.arange(0, CHUNK)
+    dim = tl.arange(0, DIM_POW2)
+    top = tl.full([CHUNK], float("-inf"), tl.float32)
+    total = tl.zeros([CHUNK], tl.float32)
+    out = tl.zeros([CHUNK, DIM_POW2], tl.float32)
+    for start in range(low // SPLIT // CHUNK * CHUNK, position // SPLIT + 1, CHUNK):
+        split = start + lane
+        there = (split * SPLIT <= position) & ((split + 1) * SPLIT > low)
+        if tiles == RUN * RUNS:
+            split_top, split_total, split_out = _piece(
+                vector_ptr, weight_ptr, origin + split, row, head, there, GROUP_ROWS, HEADS, DIM, DIM_POW2
+            )
+        else:
+            split_top = tl.full([CHUNK], float("-inf"), tl.float32)
+            split_total = tl.zeros([CHUNK], tl.float32)
+            split_out = tl.zeros([CHUNK, DIM_POW2], tl.float32)
+            for i in tl.static_range(RUNS):
+                run = split * RUNS + i
+                is_run = (run * (RUN * TILE) <= position) & ((run + 1) * (RUN * TILE) > low)
+                run_top, run_total, run_out = _piece(
+                    vector_ptr, weight_ptr, origin + run, row, head, is_run, GROUP_ROWS, HEADS, DIM, DIM_POW2
+                )
+                split_top, split_total, split_out = _merge(
+                    split_top, split_total, split_out, run_top, run_total, run_out, is_run
+                )
+        top, total, out = _merge(top, total, out, split_top, split_total, split_out, there)
+    largest = tl.max(top, 0)
+    sink = float("-inf")
+    if SINK:
+        sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2_E
+        largest = tl.maximum(largest, sink)
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    share = tl.exp2(top - base)
+    weight = tl.sum(total * share, 0)
+    if SINK:
+        weight += tl.exp2(sink - base)
+    value = tl.sum(out * share[:, None], 0) / weight
+    value = tl.where(position >= 0, value, 0.0)
+    at = (row * HEADS + head).to(tl.int64) * DIM + dim
+    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=dim < DIM)

@@ -1,0 +1,271 @@
+"""Run by the tests of linear, attention and kv_append in a process where Triton interprets instead of compiling."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from decode_cases import append_oracle, attention_oracle, kv_case, linear_oracle, small_linear_tile
+
+from moe_jax.pallas_kernels.attention import Schedule, attention_specs
+from moe_jax.pallas_kernels.attention import heuristics as attention_heuristics
+from moe_jax.pallas_kernels.attention import specs as attention_module
+from moe_jax.pallas_kernels.interpret import interpret
+from moe_jax.pallas_kernels.kv_append import kv_append_spec
+from moe_jax.pallas_kernels.linear import Tile, linear_spec
+
+# NumPy's own remarks on what the NaN tests do.
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value encountered")
+
+
+def buffers(spec, rng, given):
+    """Random inputs, zero state, outputs and scratch full of NaN (or a number no kernel writes)."""
+    made = {}
+    for a in spec.arguments:
+        if a.name in given:
+            made[a.name] = given[a.name]
+        elif a.role == "state":
+            made[a.name] = np.zeros(a.shape, a.dtype)
+        elif a.role in ("out", "scratch"):
+            made[a.name] = np.full(a.shape, -7 if a.dtype == "int32" else np.nan, a.dtype)
+        else:
+            made[a.name] = rng.standard_normal(a.shape).astype(a.dtype)
+    return made
+
+
+def run(spec, rng, given=None):
+    made = buffers(spec, rng, given or {})
+    interpret(spec, made)
+    for a in spec.arguments:
+        if a.role == "state":
+            assert not made[a.name].any(), f"{a.name} is left with {made[a.name]}"
+    return made
+
+
+def referenced(spec, made):
+    return jax.jit(spec.reference)(*(made[a.name] for a in spec.inputs))
+
+
+# -- linear ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 64), (3, 72, 40), (17, 192, 70)])
+@pytest.mark.parametrize("options", [{}, {"norm_eps": 1e-6, "bias": True, "residual": True}], ids=["plain", "all"])
+def test_linear(rows, inputs, outputs, split, options):
+    rng = np.random.default_rng(1)
+    tile = small_linear_tile(rows, split)
+    spec = linear_spec(rows, inputs, outputs, dtype="float16", out_dtype="float32", tile=tile, **options)
+    made = run(spec, rng)
+    np.testing.assert_allclose(made["out_ptr"], referenced(spec, made), rtol=3e-3, atol=3e-2)
+    names = ("gain", "bias", "residual") if options else ()
+    wanted = linear_oracle(made["x_ptr"], made["w_ptr"], **{name: made[f"{name}_ptr"] for name in names})
+    np.testing.assert_allclose(made["out_ptr"], wanted, rtol=3e-3, atol=3e-2)
+
+
+@pytest.mark.parametrize("rows", [2, 4, 8, 16])
+def test_linear_rows_bits_do_not_depend_on_company(rows):
+    rng = np.random.default_rng(2)
+
+    def spec(rows):
+        return linear_spec(rows, 96, 40, dtype="float32", norm_eps=1e-5, tile=small_linear_tile(rows, 3))
+
+    alone = run(spec(1), rng)
+    for position in {0, rows // 2, rows - 1}:
+        x = rng.standard_normal((rows, 96)).astype(np.float32)
+        x[position] = alone["x_ptr"][0]
+        given = {"x_ptr": x, "w_ptr": alone["w_ptr"], "gain_ptr": alone["gain_ptr"]}
+        made = run(spec(rows), rng, given)
+        np.testing.assert_array_equal(made["out_ptr"][position], alone["out_ptr"][0])
+
+
+@pytest.mark.parametrize("block_k", [128, 256, 512])
+def test_linear_early_with_several_steps_in_one_product(block_k):
+    rng = np.random.default_rng(4)
+    tile = Tile(block_k=block_k, split=2, block_m=16, num_warps=4, block_n=8, num_stages=2, early=True)
+    spec = linear_spec(2, 1024, 32, dtype="float16", out_dtype="float32", norm_eps=1e-5, tile=tile)
+    made = run(spec, rng)
+    wanted = linear_oracle(made["x_ptr"], made["w_ptr"], made["gain_ptr"], eps=1e-5)
+    np.testing.assert_allclose(made["out_ptr"], wanted, rtol=3e-3, atol=6e-2)
+
+
+def test_linear_nan_in_one_row_stays_there():
+    rng = np.random.default_rng(3)
+    spec = linear_spec(3, 96, 40, dtype="float32", norm_eps=1e-5, tile=small_linear_tile(3, 3))
+    clean = run(spec, rng)
+    x = clean["x_ptr"].copy()
+    x[1, 5] = np.nan
+    made = run(spec, rng, {"x_ptr": x, "w_ptr": clean["w_ptr"], "gain_ptr": clean["gain_ptr"]})
+    assert np.isnan(made["out_ptr"][1]).all()
+    np.testing.assert_array_equal(made["out_ptr"][[0, 2]], clean["out_ptr"][[0, 2]])
+
+
+# -- kv_append ------------------------------------------------------------------------------------------------------
+
+APPEND = {"sequences": 3, "pages": 10, "page_size": 8, "max_pages": 3, "positions": 24}
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 16), (6, 3, 24), (4, 4, 8)])
+@pytest.mark.parametrize(("norm", "clip"), [(None, None), ("head", None), ("projection", 1.5)])
+def test_kv_append(heads, kv_heads, dim, norm, clip):
+    rng = np.random.default_rng(7)
+    given = kv_case(rng, rows=7, **APPEND)
+    spec = kv_append_spec(7, heads, kv_heads, dim, dtype="float32", **APPEND, norm=norm, clip=clip)
+    given["position_ptr"][4] = 25
+    made = buffers(spec, rng, given)
+    k_pages, v_pages, q = referenced(spec, {name: value.copy() for name, value in made.items()})
+    arguments = {name.removesuffix("_ptr"): value.copy() for name, value in made.items() if name != "q_ptr"}
+    oracle = append_oracle(norm=norm, clip=clip, **arguments)
+    interpret(spec, made)
+    for name, wanted, exact in zip(("q_ptr", "k_pages_ptr", "v_pages_ptr"), (q, k_pages, v_pages), oracle, strict=True):
+        np.testing.assert_allclose(made[name], wanted, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(made[name].reshape(exact.shape), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_kv_append_writes_nothing_outside_the_pages():
+    rng = np.random.default_rng(8)
+    given = kv_case(rng, rows=6, **APPEND)
+    given["position_ptr"][:] = (3, -1, 24, 5, 6, 7)
+    given["sequence_ptr"][:] = (0, 0, 1, 3, -1, 2)
+    given["table_ptr"][0, 0], given["table_ptr"][2, 0] = -1, 10
+    spec = kv_append_spec(6, 4, 2, 8, dtype="float32", **APPEND)
+    made = buffers(spec, rng, given)
+    # One page more than the spec knows of, whose contents must stay.
+    whole = {
+        name: np.concatenate([made[name], np.full_like(made[name][:1], 7)]) for name in ("k_pages_ptr", "v_pages_ptr")
+    }
+    before = {name: value.copy() for name, value in whole.items()}
+    made |= {name: value[:-1] for name, value in whole.items()}
+    k_pages, v_pages, q = referenced(spec, {name: value.copy() for name, value in made.items()})
+    interpret(spec, made)
+    for name, wanted in (("k_pages_ptr", k_pages), ("v_pages_ptr", v_pages)):
+        np.testing.assert_array_equal(whole[name], before[name])
+        np.testing.assert_array_equal(whole[name][:-1], wanted)
+    np.testing.assert_allclose(made["q_ptr"], q, rtol=1e-6, atol=1e-6)
+    assert not made["q_ptr"][1:3].any() and made["q_ptr"][3:].any(axis=1).all()
+
+
+def test_kv_append_rows_bits_do_not_depend_on_company():
+    rng = np.random.default_rng(9)
+    alone = run(kv_append_spec(1, 4, 2, 8, dtype="float32", **APPEND, norm="head"), rng, kv_case(rng, rows=1, **APPEND))
+    for rows, place in ((2, 1), (5, 0), (5, 3)):
+        given = kv_case(rng, rows=rows, **APPEND) | {name: alone[name] for name in ("q_gain_ptr", "cos_ptr", "sin_ptr")}
+        given["qkv_ptr"] = rng.standard_normal((rows, 64)).astype(np.float32)
+        for name in ("qkv_ptr", "position_ptr", "sequence_ptr"):
+            given[name][place] = alone[name][0]
+        made = run(kv_append_spec(rows, 4, 2, 8, dtype="float32", **APPEND, norm="head"), rng, given)
+        np.testing.assert_array_equal(made["q_ptr"][place], alone["q_ptr"][0])
+
+
+# -- attention ------------------------------------------------------------------------------------------------------
+
+PAGED = {"sequences": 4, "pages": 49, "page_size": 8, "max_pages": 12}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles of 16 keys (of float32), splits of 4 tiles, so that short sequences have several of each."""
+    monkeypatch.setattr(attention_heuristics, "TILE", 32)
+    monkeypatch.setattr(attention_module, "CHUNK", 2)
+
+
+def attend(rng, rows, heads, kv_heads, dim, given, *, fill, cut=(2, 2), **options):
+    """Both specs and their buffers after the launches."""
+    schedule = Schedule(programs=5, fill=fill, run=cut[0], runs=cut[1])
+    first, second = attention_specs(rows, heads, kv_heads, dim, dtype="float32", **PAGED, schedule=schedule, **options)
+    one = run(first, rng, given)
+    two = run(second, rng, {name: one[name] for name in ("vector_ptr", "weight_ptr", "position_ptr")} | given)
+    return (first, one), (second, two)
+
+
+def each_launch_agrees_with_its_reference(first, one, second, two):
+    vector, weight = (np.asarray(a) for a in referenced(first, one))
+    for name, wanted in (("vector_ptr", vector), ("weight_ptr", weight)):
+        written = ~np.isnan(one[name])
+        np.testing.assert_allclose(one[name][written], wanted[written], rtol=2e-5, atol=2e-5)
+    # Nothing that the second launch reads is left out.
+    assert not ((weight[..., 1] > 0) & np.isnan(one["weight_ptr"][..., 1])).any()
+    np.testing.assert_allclose(two["out_ptr"], referenced(second, two), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(
+    ("fill", "cut"), [(0, (2, 2)), (10**6, (2, 2)), (10**6, (1, 4))], ids=["splits", "runs", "tiles"]
+)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "options"),
+    [
+        (8, 2, 16, {}),
+        (8, 2, 16, {"window": 20}),
+        (3, 1, 24, {"sink": True, "scale": 0.3}),
+        (8, 2, 16, {"rows_of_sequence": 2}),
+    ],
+    ids=str,
+)
+def test_attention(heads, kv_heads, dim, options, fill, cut):
+    rng = np.random.default_rng(8)
+    given = kv_case(rng, rows=6, positions=96, **PAGED)
+    if "rows_of_sequence" in options:
+        given["sequence_ptr"] = np.array([2, 2, 0, 0, 3, 3], np.int32)
+        given["position_ptr"] = np.array([40, 41, 15, 16, -1, 70], np.int32)
+    pages = rng.standard_normal((2, 49, kv_heads, 8, dim)).astype(np.float32)
+    given |= {"k_pages_ptr": pages[0], "v_pages_ptr": pages[1]}
+    # Places that no row sees hold NaN.
+    unseen = np.ones((49, 8), bool)
+    for s, p in zip(given["sequence_ptr"], given["position_ptr"], strict=True):
+        for key in range(max(0, p + 1 - options.get("window", p + 1)), p + 1):
+            unseen[given["table_ptr"][s, key // 8], key % 8] = False
+    for stack in pages:
+        stack.transpose(0, 2, 1, 3)[unseen] = np.nan
+    (first, one), (second, two) = attend(rng, 6, heads, kv_heads, dim, given, fill=fill, cut=cut, **options)
+    each_launch_agrees_with_its_reference(first, one, second, two)
+    arguments = [one[f"{name}_ptr"] for name in ("k_pages", "v_pages", "table", "position", "sequence")]
+    q, sink = one["q_ptr"].reshape(6, heads, dim), two["sink_ptr"] if "sink" in options else None
+    wanted = attention_oracle(q, *arguments, sink, options.get("scale"), options.get("window"))
+    np.testing.assert_allclose(two["out_ptr"].reshape(wanted.shape), wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_attention_takes_numbers_out_of_range_as_the_nearest():
+    rng = np.random.default_rng(11)
+    given = kv_case(rng, rows=4, positions=96, **PAGED)
+    given["table_ptr"][3, 5], given["table_ptr"][2, 0] = -1, 49
+    wild = {name: value.copy() for name, value in given.items()}
+    wild["position_ptr"][:], wild["sequence_ptr"][:] = (96, -5, 200, 80), (-1, 0, 2, 9)
+    given["position_ptr"][:], given["sequence_ptr"][:] = (95, -1, 95, 80), (0, 0, 2, 3)
+    given["table_ptr"] = np.clip(given["table_ptr"], 0, 48)
+    (_, one), (_, wanted) = attend(rng, 4, 4, 2, 16, given, fill=0)
+    wild |= {name: one[name] for name in ("q_ptr", "k_pages_ptr", "v_pages_ptr")}
+    _, (_, got) = attend(rng, 4, 4, 2, 16, wild, fill=0)
+    np.testing.assert_array_equal(got["out_ptr"], wanted["out_ptr"])
+    near = [one[f"{name}_ptr"] for name in ("k_pages", "v_pages", "table", "position", "sequence")]
+    exact = attention_oracle(one["q_ptr"].reshape(4, 4, 16), *near)
+    np.testing.assert_allclose(got["out_ptr"].reshape(exact.shape), exact, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_attention_rows_bits_do_not_depend_on_company_or_schedule():
+    rng = np.random.default_rng(9)
+    given = kv_case(rng, rows=1, positions=96, **PAGED)
+    given["position_ptr"][0] = 77
+    (_, alone), (_, out) = attend(rng, 1, 4, 2, 16, given, fill=0)
+    for rows, fill in ((1, 10**6), (4, 0), (4, 8), (9, 10**6)):
+        more = kv_case(rng, rows=rows, positions=96, **PAGED)
+        more |= {name: alone[name] for name in ("k_pages_ptr", "v_pages_ptr", "table_ptr")}
+        more["q_ptr"] = rng.standard_normal((rows, 64)).astype(np.float32)
+        for name in ("position_ptr", "sequence_ptr", "q_ptr"):
+            more[name][rows // 2] = alone[name][0]
+        _, (_, company) = attend(rng, rows, 4, 2, 16, more, fill=fill)
+        np.testing.assert_array_equal(company["out_ptr"][rows // 2], out["out_ptr"][0])
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_attention_rows_of_one_sequence_have_the_bits_of_rows_alone():
+    rng = np.random.default_rng(10)
+    given = kv_case(rng, rows=4, positions=96, **PAGED)
+    given["sequence_ptr"][:] = 1
+    given["position_ptr"][:] = (30, 31, 32, 33)
+    (_, alone), (_, out) = attend(rng, 4, 4, 2, 16, given, fill=0)
+    given |= {name: alone[name] for name in ("k_pages_ptr", "v_pages_ptr", "q_ptr")}
+    _, (_, together) = attend(rng, 4, 4, 2, 16, given, fill=0, rows_of_sequence=4)
+    np.testing.assert_array_equal(together["out_ptr"], out["out_ptr"])

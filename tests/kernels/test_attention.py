@@ -1,0 +1,140 @@
+"""Decode attention: interpreted, compiled for two capabilities, and on a GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from decode_cases import (
+    BUCKETS,
+    check_compiled,
+    kv_case,
+    on_a_gpu,
+    positions_of,
+    relative_error,
+    run_interpreted,
+    same_bits,
+)
+
+from moe_jax.pallas_kernels.attention import Schedule, attention_specs
+from moe_jax.pallas_kernels.attention.reference import attention as reference
+from moe_jax.pallas_kernels.errors import InvalidArgument
+
+SIZES = {"sequences": 64, "pages": 64 * 24 + 1, "page_size": 64, "max_pages": 24}
+# The compiler drops loops that short tables never enter.
+LONG = SIZES | {"pages": 64 * 512 + 1, "max_pages": 512}
+
+
+def specs_for(rows: int, **more):
+    return attention_specs(rows, 32, 4, 128, **({"dtype": "bfloat16"} | SIZES | more))
+
+
+def test_interpreted():
+    run_interpreted("attention")
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [(1, {}), (16, {}), (16, {"window": 1000, "sink": True}), (16, {"rows_of_sequence": 4}), (64, {})],
+    ids=str,
+)
+def test_compiles_without_spills(rows, options, capability):
+    for spec in specs_for(rows, pdl=capability == 90, **LONG, **options):
+        check_compiled(spec, capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("heads", "dim", "dtype"),
+    [(8, 64, "bfloat16"), (4, 256, "bfloat16"), (64, 80, "float16"), (32, 128, "float32")],
+)
+def test_other_heads_compile_without_spills(heads, dim, dtype, capability):
+    for spec in attention_specs(4, heads, 4, dim, dtype=dtype, **LONG):
+        check_compiled(spec, capability)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": 65}, "got 65, wanted 1 to 64"),
+        ({"rows_of_sequence": 3}, "a divisor of rows=4"),
+        ({"heads": 5}, "5 and 4"),
+        ({"window": 0}, "window"),
+        ({"page_size": 48}, "got 48"),
+        ({"dtype": "float64"}, "float64"),
+        ({"dim": 512}, "512 in bfloat16, wanted 1 to 256"),
+    ],
+)
+def test_refusals(options, message):
+    arguments = {"rows": 4, "heads": 8, "kv_heads": 4, "dim": 64, "dtype": "bfloat16"} | SIZES | options
+    with pytest.raises(InvalidArgument, match=message):
+        attention_specs(**arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"window": 700, "sink": True}], ids=str)
+def test_on_a_gpu(options):
+    """New queries, tables and positions at every call; keys that no row sees are NaN in a page of their own."""
+    rng = np.random.default_rng(0)
+    pages = rng.standard_normal((2, SIZES["pages"], 4, 64, 128))
+    pages[:, 0] = np.nan
+    pools = dict(zip(("k_pages_ptr", "v_pages_ptr"), (jnp.asarray(p, jnp.bfloat16) for p in pages), strict=True))
+    function = jax.jit(functools.partial(reference, scale=128**-0.5, window=options.get("window")))
+    sink = jnp.asarray(rng.standard_normal(32), jnp.bfloat16) if "sink" in options else None
+
+    def run(rows, given, **more):
+        arrays = {name: jnp.asarray(given[name]) for name in ("table_ptr", "position_ptr", "sequence_ptr")} | pools
+        arrays["q_ptr"] = jnp.asarray(given["q_ptr"], jnp.bfloat16)
+        specs = specs_for(rows, **options, **more)
+        out = on_a_gpu(specs, arrays if sink is None else arrays | {"sink_ptr": sink})["out_ptr"]
+        return out, np.asarray(function(*(arrays[a.name] for a in specs[0].inputs), sink)).astype(np.float64)
+
+    def inputs(rows):
+        return kv_case(rng, rows=rows, positions=1536, **SIZES) | {"q_ptr": rng.standard_normal((rows, 32 * 128))}
+
+    alone = inputs(1)
+    first = run(1, alone)[0][0]
+    for fill in (0, 10**6):
+        same_bits(run(1, alone, schedule=Schedule(fill=fill))[0][0], first)
+    for rows in BUCKETS:
+        for position in positions_of(rows):
+            given = inputs(rows) | {"table_ptr": alone["table_ptr"]}
+            for name in ("q_ptr", "position_ptr", "sequence_ptr"):
+                given[name][position] = alone[name][0]
+            out, wanted = run(rows, given)
+            same_bits(out[position], first)
+            assert relative_error(out, wanted) <= 8e-3
+    given = inputs(8)
+    given["sequence_ptr"][:] = 3
+    given["position_ptr"][:] = np.arange(500, 508)
+    same_bits(run(8, given, rows_of_sequence=8)[0], run(8, given)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dtype", "bound"),
+    [
+        (8, 4, 64, "float16", 2e-3),
+        (4, 4, 256, "bfloat16", 1e-2),
+        (64, 4, 80, "bfloat16", 1e-2),
+        (8, 2, 128, "float32", 1e-5),
+    ],
+)
+def test_other_heads_and_dtypes_on_a_gpu(heads, kv_heads, dim, dtype, bound):
+    rng, sizes = np.random.default_rng(1), SIZES | {"sequences": 8, "pages": 8 * 24 + 1, "page_size": 16}
+    for rows in (1, 6):
+        specs = attention_specs(rows, heads, kv_heads, dim, dtype=dtype, **sizes)
+        given = {k: jnp.asarray(v) for k, v in kv_case(rng, rows=rows, positions=384, **sizes).items()}
+        for a in specs[0].inputs:
+            if a.name not in given:
+                given[a.name] = jnp.asarray(rng.standard_normal(a.shape), a.dtype)
+        out = on_a_gpu(specs, given)["out_ptr"]
+        wanted = reference(*(given[a.name] for a in specs[0].inputs), scale=dim**-0.5, window=None)
+        assert relative_error(out, np.asarray(wanted).astype(np.float64)) <= bound
