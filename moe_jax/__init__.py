@@ -37,6 +37,7 @@ __all__ = [
     "Model",
     "ModelConfig",
     "MoeJaxError",
+    "PlanChanged",
     "RopeConfig",
     "RouterConfig",
     "Routing",
@@ -52,13 +53,23 @@ __all__ = [
     "load_balancing_loss",
     "nnx",
     "pack_experts",
+    "planned_jit",
     "route",
     "router_logits",
+    "use_compilation_cache",
 ]
 
 if TYPE_CHECKING:
     from moe_jax import errors, hf_names, linen, nnx
-    from moe_jax.errors import CannotServe, CheckpointError, InvalidArgument, MoeJaxError, SlowPathWarning
+    from moe_jax.cache.executables import use_compilation_cache
+    from moe_jax.errors import (
+        CannotServe,
+        CheckpointError,
+        InvalidArgument,
+        MoeJaxError,
+        PlanChanged,
+        SlowPathWarning,
+    )
     from moe_jax.loading import load
     from moe_jax.losses import load_balancing_loss
     from moe_jax.model import Model
@@ -73,6 +84,7 @@ if TYPE_CHECKING:
         pack_experts,
     )
     from moe_jax.pallas_kernels.route import RouterConfig, Routing, route, router_logits
+    from moe_jax.planned import planned_jit
 
 _GROUPED_MOE = "moe_jax.pallas_kernels.grouped_moe"
 _ROUTE = "moe_jax.pallas_kernels.route"
@@ -88,6 +100,7 @@ _HOMES = {
     "MoeJaxError": "moe_jax.errors",
     "Model": "moe_jax.model",
     "ModelConfig": "moe_jax.models.config",
+    "PlanChanged": "moe_jax.errors",
     "RopeConfig": "moe_jax.models.config",
     "RouterConfig": _ROUTE,
     "Routing": _ROUTE,
@@ -102,8 +115,10 @@ _HOMES = {
     "load_balancing_loss": "moe_jax.losses",
     "nnx": "moe_jax.nnx",
     "pack_experts": _GROUPED_MOE,
+    "planned_jit": "moe_jax.planned",
     "route": _ROUTE,
     "router_logits": _ROUTE,
+    "use_compilation_cache": "moe_jax.cache.executables",
 }
 
 

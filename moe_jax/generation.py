@@ -89,7 +89,9 @@ def logits(
         return _merge(weights, arrays)(tokens)
 
     key = program_key("logits", jax.__version__, weights_key, padded.shape)
-    found = executables.get_or_compile(key, run, (weights.arrays, padded))(weights.arrays, padded)
+    parts = {"program": "logits", "tokens": str(padded.shape)}
+    given = (weights.arrays, padded)
+    found = executables.get_or_compile(key, run, given, command_buffers=False, parts=parts)(*given)
     return found if length == padded.shape[1] else _first(found, length)
 
 
@@ -125,13 +127,22 @@ def steps(
 
     common = (jax.__version__, weights_key, len(prompts), capacity)
     first = (arrays, tokens, lengths, parameters)
-    now = executables.get_or_compile(program_key("prefill", tokens.shape[1], *common), prefill, first)(*first)
+    key = program_key("prefill", tokens.shape[1], *common)
+    parts = {"program": "prefill", "tokens": str(tokens.shape), "capacity": str(capacity)}
+    now = executables.get_or_compile(key, prefill, first, command_buffers=False, parts=parts)(*first)
     run = None
     for index in range(count):
         following = None
         if index + 1 < count:
             given = (arrays, now.tokens, now.lengths, now.cache, parameters)
-            run = run or executables.get_or_compile(program_key("step", *common), step, given, donate_argnums=(2, 3))
+            run = run or executables.get_or_compile(
+                program_key("step", *common),
+                step,
+                given,
+                donate_argnums=(2, 3),
+                command_buffers=True,
+                parts={"program": "step", "rows": str(len(prompts)), "capacity": str(capacity)},
+            )
             following = run(*given)
         yield np.asarray(now.tokens), np.asarray(now.logprobs)
         if following is not None:

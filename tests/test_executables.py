@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import gc
 import os
 import subprocess
 import sys
@@ -17,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.cache import Executables, program_key
+from moe_jax.cache import Executables, executables, program_key
+from moe_jax.cache.keys import Tokens, fields
 from moe_jax.errors import InvalidArgument
 from moe_jax.models.config import RopeConfig
 from tiny_models import tiny_config
@@ -123,16 +125,13 @@ def test_different_content_gives_different_keys():
 
 
 def test_C68_keys_are_the_same_in_another_process_and_hash_seed():
-    def run(seed: str) -> str:
+    def start(seed: str) -> subprocess.Popen:
         paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
-        done = subprocess.run(
-            [sys.executable, "-c", PARTS], env=environment, capture_output=True, text=True, check=True
-        )
-        return done.stdout.strip()
+        return subprocess.Popen([sys.executable, "-c", PARTS], env=environment, stdout=subprocess.PIPE, text=True)
 
-    first = run("1")
-    assert len(first) == 64 and first == run("2")
+    first, second = (process.communicate(timeout=120)[0].strip() for process in [start("1"), start("2")])
+    assert len(first) == 64 and first == second
 
 
 @pytest.mark.parametrize(
@@ -164,9 +163,189 @@ def test_C61_the_store_is_bounded_and_evicts_the_least_recently_used():
     assert (stats.hits, stats.misses, stats.evictions, stats.entries) == (2, 4, 2, 2)
     assert stats.compile_seconds > 0
     store.clear()
-    assert store.stats() == type(stats)(entries=0, max_entries=2, hits=0, misses=0, evictions=0, compile_seconds=0.0)
+    assert store.stats() == type(stats)(
+        entries=0, max_entries=2, bytes=0, max_bytes=None, hits=0, misses=0, evictions=0, compile_seconds=0.0
+    )
     with pytest.raises(InvalidArgument, match="max_entries: got 0"):
         Executables(0)
+    with pytest.raises(InvalidArgument, match="max_bytes: got 0"):
+        Executables(max_bytes=0)
+
+
+def live() -> int:
+    """Compiled programs that are alive in this process, JAX's own caches included."""
+    gc.collect()
+    return len(jax.devices()[0].client.live_executables())
+
+
+def test_C61_dropped_programs_are_freed_and_clear_frees_all():
+    """One function, as in the report: as long as it lives JAX would keep every program made of it."""
+    store, before, counts = Executables(max_entries=4), live(), []
+
+    def function(x):
+        return x + 1
+
+    for size in range(1, 13):
+        get(store, size, function)
+        counts.append(live() - before)
+    assert counts == [*range(1, 5), *[4] * 8]
+    store.clear()
+    assert live() == before
+
+
+def test_C61_the_store_is_bounded_by_estimated_bytes(monkeypatch):
+    store = Executables(max_bytes=250)
+    monkeypatch.setattr(executables, "_bytes", lambda program: 100)
+    for size in (1, 2, 1, 3):
+        get(store, size)
+    assert (store.stats().entries, store.stats().bytes, store.stats().evictions) == (2, 200, 1)
+    assert store.holds(program_key("add", 1)) and not store.holds(program_key("add", 2))
+    monkeypatch.setattr(executables, "_bytes", lambda program: 1000)
+    get(store, 4)  # needs more than there may be: kept alone
+    assert (store.stats().entries, store.stats().bytes) == (1, 1000)
+
+
+def test_bytes_are_what_xla_says():
+    program = jax.jit(lambda x: jnp.sort(x @ x.T, axis=0) @ x).lower(jnp.ones((64, 64))).compile()
+    analysis = program.memory_analysis()
+    found = executables._bytes(program)
+    assert found == analysis.generated_code_size_in_bytes + analysis.temp_size_in_bytes > 0
+
+
+def test_a_program_in_use_is_not_among_the_first_to_go():
+    store = Executables(max_entries=2)
+
+    def acquire(size):
+        recipe = executables.Recipe(lambda x: x + 1, (aval(size),))
+        return store.acquire(program_key(size), lambda: recipe)[0]
+
+    first, second = acquire(1), acquire(2)
+    first.touch()
+    acquire(3)
+    assert first.program is not None and second.program is None
+
+
+def test_C63_every_compilation_has_a_reason():
+    store = Executables()
+
+    def compile_with(parts, size):
+        store.get_or_compile(program_key(parts), lambda x: x + 1, (aval(size),), parts=parts)
+
+    compile_with({"rows": "1", "dtype": "bf16", "k": "2"}, 1)
+    compile_with({"rows": "4", "dtype": "bf16", "k": "2"}, 2)
+    compile_with({"rows": "4", "dtype": "f32", "k": "2", "slots": "8"}, 3)
+    compile_with({"rows": "4", "dtype": "f32", "k": "2", "slots": "8"}, 3)
+    get(store, 4)
+    first, second, third, fourth = store.compilations()
+    assert first.reason == "no program was there" and first.differences == ()
+    assert second.reason == "rows was 1, is 4" and second.differences == (("rows", "1", "4"),)
+    assert third.reason == "dtype was bf16, is f32; slots was absent, is 8"
+    assert fourth.reason == "rows was 1, is absent; dtype was bf16, is absent; k was 2, is absent"
+    assert sum(each.seconds for each in store.compilations()) == store.stats().compile_seconds > 0
+
+
+@pytest.fixture
+def compiler_options(monkeypatch) -> list:
+    """What is given to XLA for each program from here on."""
+    given, compile_ = [], jax.stages.Lowered.compile
+
+    def spy(self, compiler_options=None, **more):
+        given.append(compiler_options)
+        return compile_(self, compiler_options, **more)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", spy)
+    return given
+
+
+def test_C66_options_of_one_program_do_not_leak_into_the_next(compiler_options, monkeypatch):
+    monkeypatch.setattr(executables, "_platform", lambda arguments: "gpu")  # XLA checks the options on a CPU too
+    for order in ((True, False, None), (None, False, True)):
+        store = Executables()
+        for size, command_buffers in enumerate(order, 1):
+            key = program_key("add", size, command_buffers)
+            run = store.get_or_compile(key, lambda x: x + 1, (aval(size),), command_buffers=command_buffers)
+            np.testing.assert_array_equal(run(np.ones(size, np.float32)), np.full(size, 2.0))
+        assert [each.command_buffers for each in store.compilations()] == list(order)
+    on, off, default = compiler_options[:3]
+    assert compiler_options[3:] == [default, off, on]
+    assert default is None and off == {"xla_gpu_enable_command_buffer": ""}
+    assert "CUSTOM_CALL" in on["xla_gpu_enable_command_buffer"] and on["xla_gpu_graph_min_graph_size"] == 1
+
+
+def test_command_buffers_are_of_gpus_only(compiler_options):
+    store = Executables()
+    store.get_or_compile("key", lambda x: x + 1, (aval(1),), command_buffers=True)
+    assert compiler_options == [None]
+    with jax.default_device(jax.devices("cpu")[1]):
+        assert executables._platform((aval(1),)) == "cpu"
+    on_one = jax.device_put(np.ones(1), jax.devices()[1])
+    assert executables._platform(([1.0], on_one)) == "cpu"
+
+
+def test_tokens_name_what_has_no_content():
+    tokens = Tokens()
+
+    def make():
+        def inner():
+            return None
+
+        return inner
+
+    first, second = make(), make()
+    key, same, other = (program_key(("x", each), tokens=tokens) for each in (first, first, second))
+    assert key == same != other
+    assert program_key(make(), tokens=Tokens()) == program_key(make(), tokens=Tokens())  # each the first of its name
+    assert len({program_key(each, tokens=tokens) for each in (RopeConfig, object, len, LABELLED_BY_OBJECT)}) == 4
+    assert program_key(1, tokens=tokens) == program_key(1)
+    with pytest.raises(InvalidArgument, match=r"program_key: parts\[0\]\[1\]"):
+        program_key((1, Thawed()), tokens=tokens)
+
+
+def test_a_class_defined_again_under_its_name_is_another():
+    def define():
+        class Option:
+            def __eq__(self, other):
+                return type(other).__name__ == "Option"
+
+            def __hash__(self):
+                return 1
+
+        return Option
+
+    tokens, (first, second) = Tokens(), (define(), define())
+    assert first() == second() and program_key(first(), tokens=tokens) == program_key(first(), tokens=tokens)
+    assert program_key(first(), tokens=tokens) != program_key(second(), tokens=tokens)
+
+
+def test_a_token_is_never_given_twice():
+    tokens = Tokens(most=2)
+    objects = [object() for _ in range(3)]
+    names = [tokens.token(each, "") for each in (*objects, objects[0], objects[0])]
+    assert len(set(names[:4])) == 4 and names[3] == names[4]
+    tokens.clear()
+    assert tokens.token(objects[0], "") not in names
+
+
+def test_fields_say_what_a_value_is_made_of():
+    aval = jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)
+    found = fields({"moe": RopeConfig(theta=2.0), "shapes": (aval, [1, None]), "pair": Pair(1, 2)}, "plan")
+    assert found["plan['moe'].theta"] == "2.0"
+    assert found["plan['shapes'][0]"] == "bfloat16[2, 3]"
+    assert found["plan['shapes'][1][1]"] == "None"
+    assert found["plan['pair'].b"] == "2"
+    assert fields(1) == {"": "1"} and fields((), "x") == {"x": "()"}
+    zeros, other = np.zeros(5000), np.zeros(5000)
+    other[2500] = 1
+    assert fields(zeros) != fields(other)
+    assert fields("a" * 500) != fields("a" * 501)
+    assert fields(jnp.float32, "dtype") == {"dtype": "jax.numpy.float32"}
+
+
+def test_C63_whatever_gives_another_key_reads_differently_too():
+    """But for types that print alike; for those the reason of a compilation is "new key"."""
+    values = [*(1, 1.0, True, "1", None, 0.0, -0.0), *((1,), (1, 2), {"a": 1}, {"a": 2}, RopeConfig(theta=2.0))]
+    texts = [tuple(fields(value).items()) for value in values]
+    assert len(set(texts)) == len(texts)
 
 
 def test_C72_threads_that_ask_for_one_key_compile_it_once():
@@ -192,6 +371,27 @@ def test_C72_threads_that_ask_for_one_key_compile_it_once():
     assert (store.stats().misses, store.stats().hits) == (1, 3)
 
 
+def test_C72_a_thread_that_comes_too_late_to_compile_waits_for_the_one_that_does():
+    """Both have seen that nothing is there before either begins."""
+    store, both, records = Executables(), threading.Barrier(2, timeout=60), []
+
+    def parts():
+        both.wait()
+        return {}
+
+    def work() -> None:
+        recipe = executables.Recipe(lambda x: x + 1, (aval(3),))
+        records.append(store.acquire("key", lambda: recipe, parts=parts)[1])
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [record is None for record in records].count(True) == 1
+    assert (store.stats().misses, store.stats().hits) == (1, 1)
+
+
 def test_C56_a_failed_compilation_leaves_nothing_behind():
     store = Executables()
 
@@ -203,6 +403,32 @@ def test_C56_a_failed_compilation_leaves_nothing_behind():
             get(store, 3, broken)
         assert store.stats().entries == 0
     np.testing.assert_array_equal(get(store, 3)(np.zeros(3, np.float32)), np.ones(3))
+
+
+def test_C56_who_waited_for_a_compilation_that_failed_compiles_itself():
+    store, inside, results = Executables(), threading.Event(), []
+
+    def broken(x):
+        inside.set()
+        time.sleep(0.2)
+        raise RuntimeError("no")
+
+    def first() -> None:
+        with pytest.raises(RuntimeError, match="no"):
+            get(store, 6, broken)
+        results.append("failed")
+
+    def second() -> None:
+        inside.wait()
+        results.append(float(get(store, 6)(np.zeros(6, np.float32))[0]))
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert sorted(map(str, results)) == ["1.0", "failed"]
+    assert (store.stats().misses, store.stats().hits, store.stats().entries) == (2, 0, 1)
 
 
 def test_donated_arguments_are_given_away():

@@ -14,6 +14,7 @@ BASE = "MoeJaxError"
 # Raises that are no refusal of ours, by file and what they raise, each with its reason.
 ALLOWED = {
     ("moe_jax/__init__.py", "AttributeError"): "what Python expects of a module's __getattr__",
+    ("cache/__init__.py", "AttributeError"): "what Python expects of a module's __getattr__",
     ("moe_jax/__init__.py", "SystemExit"): "the command stops with the text of an UnsupportedVersion",
     ("moe_jax/cli/__init__.py", "typer.Exit"): "how a typer command ends early",
     ("moe_jax/tokenizer.py", "TemplateError"): "what chat templates expect of raise_exception; caught by the caller",

@@ -1,0 +1,356 @@
+"""Identity of a step: four nested checks, each a function of its own.
+
+1. `check_program`: the same kernels, shapes, layouts, slots, top-k, compiler and device? Portable between processes.
+2. `check_plan_key`: the same owner, row semantics, row bucket and manifest? Finds a graph in this process.
+3. `check_properties`: the same copy extents, coverage and certificate?
+4. `check_resources`: the same memory of the same owners?
+
+Each returns None or the first `Mismatch`. They only compare: looking whether a graph would serve changes nothing.
+
+Which experts are routed or resident, which row uses which adapter, and every other content of device memory are in none
+of them: they are device data, and the kernels read them at each replay.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from .keys import program_key
+from .launches import Buffer, Launch, LaunchList
+from .resources import Resource, ResourceTable
+
+Semantics = Literal["independent", "sequential", "speculative"]
+Phase = Literal["decode", "prompt"]
+BankRole = Literal["gate_up", "gate", "up", "down"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """What a step declares about itself. Anything can be built; `problem` says whether it is well-formed.
+
+    Attributes:
+        namespace: owner of the step (main model, draft model, an adapter set).
+        owner_generation: of that owner, from `Registry.owner_generation`.
+        semantics: ``"independent"``: each row its own sequence; ``"sequential"``: rows of one sequence;
+            ``"speculative"``: several rows for each of several sequences.
+        rows: rows that live; the others of the bucket are masked on the device.
+        bucket: rows of the launch list.
+        sequences: that live.
+        phase: prompt work has keys of its own and is never captured.
+        required: the step runs grouped or fails.
+    """
+
+    namespace: str
+    owner_generation: int
+    semantics: Semantics
+    rows: int
+    bucket: int
+    sequences: int
+    phase: Phase = "decode"
+    required: bool = False
+
+    @functools.cached_property
+    def problem(self) -> str | None:
+        """Why no step can be certified by this; None if one can."""
+        numbers = (self.owner_generation, self.rows, self.bucket, self.sequences)
+        if any(type(number) is not int for number in numbers):
+            return "owner_generation, rows, bucket and sequences must be integers"
+        if type(self.namespace) is not str or not self.namespace:
+            return "no namespace"
+        if self.semantics not in ("independent", "sequential", "speculative"):
+            return f"row semantics {self.semantics!r}"
+        if self.phase not in ("decode", "prompt"):
+            return f"phase {self.phase!r}"
+        if not 1 <= self.rows <= self.bucket:
+            return f"{self.rows} rows in a bucket of {self.bucket}"
+        fits = {
+            "independent": self.sequences == self.rows,
+            "sequential": self.sequences == 1,
+            "speculative": self.sequences >= 1 and self.rows % self.sequences == 0,
+        }[self.semantics]
+        return None if fits else f"{self.sequences} sequences in {self.rows} {self.semantics} rows"
+
+    @functools.cached_property
+    def identity(self) -> tuple[str, int, Semantics, Phase, int, int]:
+        """What of it is part of a key. Independent rows: places for sequences, as which of them live is device data."""
+        sequences = self.bucket if self.semantics == "independent" else self.sequences
+        return self.namespace, self.owner_generation, self.semantics, self.phase, self.bucket, sequences
+
+
+@dataclass(frozen=True)
+class Bank:
+    """One expert tensor of one layer, as declared.
+
+    Attributes:
+        role: its part in the expert's network.
+        buffer: name and layout in launch lists; the first axis is the slot.
+        riders: scales and biases, under the same slot index.
+    """
+
+    role: BankRole
+    buffer: Buffer
+    riders: tuple[Buffer, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The sibling banks of one layer, which share one routing and one slot index.
+
+    Attributes:
+        layer: unique in its manifest.
+        banks: gate_up, or gate and up; and down.
+        experts, top_k: of the layer's router.
+        slots: places for experts in each bank; all of them for a layer whose experts are resident.
+        staged: served by the host in waves; never captured.
+    """
+
+    layer: int
+    banks: tuple[Bank, ...]
+    experts: int
+    top_k: int
+    slots: int
+    staged: bool = False
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """All memory under the group's slot index."""
+        return tuple(buffer for bank in self.banks for buffer in (bank.buffer, *bank.riders))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All groups of a namespace."""
+
+    namespace: str
+    groups: tuple[Group, ...]
+
+    @functools.cached_property
+    def key(self) -> str:
+        """sha256 of the content."""
+        return program_key("manifest", self)
+
+
+class PlanKey(NamedTuple):
+    """Finds a graph in this process."""
+
+    program: str
+    namespace: str
+    owner_generation: int
+    semantics: Semantics
+    phase: Phase
+    bucket: int
+    sequences: int
+    generation: int
+
+
+class Coverage(NamedTuple):
+    """Which launches read a group's banks, and why the group is not eligible (None: it is)."""
+
+    layer: int
+    launches: tuple[int, ...]
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What may change under one key: extents of copies, sha256 of the coverage, identity of the certificate."""
+
+    extents: tuple[int, ...]
+    coverage: str
+    certificate: tuple[Any, ...]
+
+
+class Witness(NamedTuple):
+    """A resource by value: enough to see that it is another one."""
+
+    name: str
+    address: int
+    serial: int
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Of an expert plan. ``program`` is portable between processes, ``resource`` belongs to this one."""
+
+    program: str
+    resource: tuple[Witness, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """Immutable binding of a step's launches to the groups of a manifest.
+
+    Attributes:
+        key: finds the plan and its graph.
+        launches, manifest: what is bound to what.
+        program: portable fingerprint.
+        coverage: of each group, in the manifest's order.
+        uncovered: expert launches that no registered group owns.
+        routes: (row, rank) pairs of the bucket at most.
+        staged: why it runs host-staged; None when it does not.
+        properties: see `Properties`.
+    """
+
+    key: PlanKey
+    launches: LaunchList
+    manifest: Manifest
+    program: str
+    coverage: tuple[Coverage, ...]
+    uncovered: tuple[int, ...]
+    routes: int
+    staged: str | None
+    properties: Properties
+
+    @functools.cached_property
+    def refusal(self) -> str | None:
+        """Why the step is not covered: the first reason. None: every expert launch is bound to a registered group."""
+        if self.uncovered:
+            index = self.uncovered[0]
+            launch = self.launches.launches[index]
+            name = launch.spec.name if isinstance(launch, Launch) else "copy"
+            return f"launch {index} ({name}) reads experts of no registered group"
+        return next((f"group of layer {c.layer}: {c.reason}" for c in self.coverage if c.reason), None)
+
+
+def compile_plan(
+    key: PlanKey, launches: LaunchList, certificate: Certificate, manifest: Manifest, compiler: str
+) -> Plan:
+    """Bind a step's expert launches to the groups whose banks they read.
+
+    Args:
+        compiler: compiler and device capability, from the runtime.
+    """
+    owner = {buffer.name: group for group in manifest.groups for buffer in group.buffers}
+    readers: dict[int, list[int]] = {group.layer: [] for group in manifest.groups}
+    named: dict[int, set[str]] = {group.layer: set() for group in manifest.groups}
+    mixed, uncovered = set(), []
+    for index, launch in enumerate(launches.launches):
+        if not isinstance(launch, Launch) or not launch.expert:
+            continue
+        names = {operand.buffer for operand in launch.operands}
+        layers = {owner[name].layer for name in names if name in owner}
+        if not layers:
+            uncovered.append(index)
+        if len(layers) > 1:
+            mixed |= layers
+        for layer in layers:
+            readers[layer].append(index)
+            named[layer] |= names
+    coverage = tuple(
+        Coverage(group.layer, tuple(readers[group.layer]), _reason(group, named[group.layer], launches, mixed))
+        for group in manifest.groups
+    )
+    staged = next(filter(None, (_staged(group, certificate.bucket) for group in manifest.groups)), None)
+    return Plan(
+        key=key,
+        launches=launches,
+        manifest=manifest,
+        program=program_key("expert plan", launches.key, manifest.key, compiler),
+        coverage=coverage,
+        uncovered=tuple(uncovered),
+        routes=certificate.bucket * max((group.top_k for group in manifest.groups), default=0),
+        staged=staged,
+        properties=Properties(launches.extents, program_key(coverage, uncovered), certificate.identity),
+    )
+
+
+def _reason(group: Group, named: set[str], launches: LaunchList, mixed: set[int]) -> str | None:
+    if group.layer in mixed:
+        return "a launch reads banks of another group too"
+    for buffer in group.buffers:
+        if buffer.name not in named:
+            return f"no expert launch reads {buffer.name}"
+        used = launches.by_name[buffer.name]
+        if used.layout != buffer.layout:
+            return f"{buffer.name} is declared as {_text(buffer)} and used as {_text(used)}"
+    return None
+
+
+def _staged(group: Group, bucket: int) -> str | None:
+    if group.staged:
+        return f"group of layer {group.layer} is host-staged"
+    distinct = min(bucket * group.top_k, group.experts)
+    if distinct > group.slots:
+        return f"{distinct} distinct experts possible in layer {group.layer}, {group.slots} slots"
+    return None
+
+
+def _text(buffer: Buffer) -> str:
+    return f"{buffer.dtype}{list(buffer.shape)} with strides {list(buffer.strides)}"
+
+
+class Mismatch(NamedTuple):
+    """The first difference a check met: which check, where in what it compares, and both values."""
+
+    check: Literal["program", "plan key", "properties", "resources"]
+    path: str
+    was: Any
+    now: Any
+
+
+def check_program(recorded: str, present: str) -> Mismatch | None:
+    """Portable fingerprints. Guards compiled kernels and executables, which hold no addresses."""
+    return None if recorded == present else Mismatch("program", "program", recorded, present)
+
+
+def check_plan_key(recorded: PlanKey, present: PlanKey) -> Mismatch | None:
+    """Keys within one process; the first field that differs."""
+    if recorded == present:
+        return None
+    field = next(f for f, was, now in zip(PlanKey._fields, recorded, present, strict=True) if was != now)
+    return Mismatch("plan key", field, getattr(recorded, field), getattr(present, field))
+
+
+def check_properties(recorded: Properties, present: Properties) -> Mismatch | None:
+    """Launch properties and plan identity."""
+    if recorded is present or recorded == present:
+        return None
+    field = next(f for f in ("certificate", "coverage", "extents") if getattr(recorded, f) != getattr(present, f))
+    return Mismatch("properties", field, getattr(recorded, field), getattr(present, field))
+
+
+@dataclass(frozen=True)
+class Held:
+    """The resources that a graph was captured with, and its claim on their memory.
+
+    Attributes:
+        table, version: the table and its version when they were last found to be the present ones.
+        resources: by name; their capsules keep the memory.
+    """
+
+    table: int
+    version: int
+    resources: Mapping[str, Resource]
+
+    @property
+    def witnesses(self) -> tuple[Witness, ...]:
+        """Names, addresses and owners."""
+        return tuple(Witness(name, r.address, r.serial) for name, r in self.resources.items())
+
+
+def hold(table: ResourceTable, launches: LaunchList) -> tuple[Held | None, str | None]:
+    """What a table has for each buffer of a list; or None and the name of a buffer that is not bound."""
+    version, resources = table.snapshot(launches.by_name)
+    bound = {name: resource for name, resource in resources.items() if resource is not None}
+    missing = next((name for name in resources if name not in bound), None)
+    return (None, missing) if missing is not None else (Held(table.serial, version, bound), None)
+
+
+def check_resources(recorded: Held, table: ResourceTable) -> Mismatch | None:
+    """Fingerprint and witnesses. A table that did not move answers with two integers."""
+    if recorded.version == table.version and recorded.table == table.serial:
+        return None
+    _, present = table.snapshot(recorded.resources)
+    for name, was in recorded.resources.items():
+        now = present[name]
+        if was != now:
+            field = next(f for f in ("address", "serial", "layout", "use", "bytes") if _differs(was, now, f))
+            return Mismatch("resources", f"{name}.{field}", getattr(was, field), getattr(now, field, None))
+    return None
+
+
+def _differs(was: Resource, now: Resource | None, field: str) -> bool:
+    return now is None or getattr(was, field) != getattr(now, field)

@@ -1,0 +1,135 @@
+"""Where the named memory of a launch list stands, and who owns it.
+
+A Python reference does not hold device memory: donation or deletion by someone else frees it under us, and the next
+array may get the same address. So a resource carries a *capsule* (for a JAX array its DLPack capsule), which keeps the
+memory until the capsule is dropped, and a *serial*, given once in a process and never again, which tells two owners of
+one address apart.
+
+**Ownership, in full.** A table holds the capsule of everything bound in it. A captured graph holds, besides, the
+capsules of everything it was captured with, and a direct step those of everything it launched with, each until the
+completion event of the last launch that names them. So memory leaves in this order: the table lets go, the work in
+flight completes, the graph is destroyed, the capsule is dropped.
+
+Mutation goes through the methods of `ResourceTable`; each moves ``version``. A step compares that integer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from moe_jax.pallas_kernels.errors import InvalidArgument
+
+from .launches import ALIGNMENT, Layout
+
+Use = Literal["weights", "arena"]
+
+_serials = itertools.count(1)
+
+
+def next_serial() -> int:
+    """A number that no owner of this process has had."""
+    return next(_serials)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resource:
+    """A piece of device memory.
+
+    Attributes:
+        address: a multiple of 16.
+        bytes: its size.
+        layout: dtype, shape and strides of what lies there.
+        serial: of its owner, from `next_serial`; the same for the same storage.
+        use: ``"weights"`` (or scales): moved when replaced. ``"arena"``: slots, pages, scratch, results: moved when
+            grown, and then a required step fails once.
+        capsule: keeps the memory while it is referenced; None for memory that lives as long as the process.
+    """
+
+    address: int
+    bytes: int
+    layout: Layout
+    serial: int
+    use: Use
+    capsule: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        where = "Resource"
+        if self.address % ALIGNMENT or self.address <= 0:
+            raise InvalidArgument("address", where=where, got=hex(self.address), wanted=f"a multiple of {ALIGNMENT}")
+        if self.layout.bytes > self.bytes:
+            raise InvalidArgument("bytes", where=where, got=self.bytes, wanted=f"at least {self.layout.bytes}")
+
+
+class ResourceTable:
+    """Resources by name; thread-safe.
+
+    Attributes:
+        serial: of the table itself: versions of two tables are never compared.
+        version: moved by every mutation, and only by them.
+    """
+
+    def __init__(self) -> None:
+        self.serial = next_serial()
+        self.version = 0
+        self._resources: dict[str, Resource] = {}
+        self._lock = threading.Lock()
+
+    def bind(self, name: str, resource: Resource) -> None:
+        """Give a new name its memory."""
+        with self._lock:
+            if name in self._resources:
+                raise InvalidArgument(
+                    "name", where="ResourceTable.bind", got=f"{name!r} bound already", wanted="a new one"
+                )
+            self._resources[name] = resource
+            self.version += 1
+
+    def replace(self, name: str, resource: Resource) -> Resource:
+        """Give a bound name other memory; returns what it had.
+
+        New contents in the same storage are no replacement: write them on the engine's stream and leave the table.
+        """
+        return self._swap("ResourceTable.replace", name, resource)
+
+    def grow(self, name: str, resource: Resource) -> Resource:
+        """Give a bound arena larger memory; returns what it had. `Graphs.grow` waits and invalidates around this."""
+        where, old = "ResourceTable.grow", self.get(name)
+        if old is not None and (old.use != "arena" or resource.use != "arena"):
+            raise InvalidArgument(f"use of {name!r}", where=where, got=f"{old.use} → {resource.use}", wanted="arenas")
+        if old is not None and resource.bytes < old.bytes:
+            raise InvalidArgument(f"bytes of {name!r}", where=where, got=resource.bytes, wanted=f"at least {old.bytes}")
+        return self._swap(where, name, resource)
+
+    def release(self, name: str) -> Resource:
+        """Forget a name; returns what it had. The memory goes when the last capsule does."""
+        with self._lock:
+            resource = self._bound("ResourceTable.release", name)
+            del self._resources[name]
+            self.version += 1
+            return resource
+
+    def get(self, name: str) -> Resource | None:
+        """What a name stands for now."""
+        return self._resources.get(name)
+
+    def snapshot(self, names: Iterable[str]) -> tuple[int, dict[str, Resource | None]]:
+        """The version and the resources it goes with."""
+        with self._lock:
+            return self.version, {name: self._resources.get(name) for name in names}
+
+    def _swap(self, where: str, name: str, resource: Resource) -> Resource:
+        with self._lock:
+            old = self._bound(where, name)
+            self._resources[name] = resource
+            self.version += 1
+            return old
+
+    def _bound(self, where: str, name: str) -> Resource:
+        resource = self._resources.get(name)
+        if resource is None:
+            raise InvalidArgument("name", where=where, got=repr(name), wanted=f"one of {sorted(self._resources)}")
+        return resource

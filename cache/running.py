@@ -1,0 +1,270 @@
+"""Carrying out what was decided: direct, capture, update or replay, and what remains when a call of CUDA fails.
+
+Kernels are loaded and addresses resolved before capture begins; inside it the collector is off and nothing but launches
+is called. An entry changes only after the launch has succeeded: executable, plan, operands, kernels and witnesses
+together. A failure before that leaves the key as if never seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from moe_jax.pallas_kernels.errors import CudaError, InvalidArgument
+from moe_jax.pallas_kernels.spec import KernelSpec
+
+from .decision import Decision
+from .events import EFFECTS, Event
+from .identity import Certificate, Plan, check_resources, hold
+from .launches import LaunchList
+from .outcome import FALLBACKS, Counters, NotReplayed, Outcome, Reason, RequiredStepFailed
+from .resources import ResourceTable
+from .runtime import Captured, Executable, Kernel, Runtime, StickyError, Stream, no_collection
+from .store import Binding, Entry, GraphStore, bind
+
+WHERE = "Graphs.step"
+Staged = Callable[[Stream], None]
+
+
+class Runner:
+    """Runs decisions on one stream. Not thread-safe: its owner locks.
+
+    Args:
+        strict: a direct step raises, but for prompts and warm-up.
+    """
+
+    def __init__(self, runtime: Runtime, stream: Stream, store: GraphStore, counters: Counters, *, strict: bool):
+        self._runtime, self._stream, self._store, self._counters = runtime, stream, store, counters
+        self._strict = strict
+        self._phase: str | None = None
+        self._call = ""
+        # A kernel lives as long as a binding uses it.
+        self._kernels: weakref.WeakValueDictionary[str, Kernel] = weakref.WeakValueDictionary()
+
+    def run(
+        self,
+        decision: Decision,
+        launches: LaunchList,
+        certificate: Certificate,
+        table: ResourceTable,
+        staged: Staged | None,
+        *,
+        warming: bool,
+    ) -> Outcome:
+        """Queue the step as decided; arguments and errors are those of `Graphs.step`."""
+        self._count_plan(decision, certificate)
+        entry, plan = decision.entry, decision.plan
+        if entry is not None and plan is not None and decision.kind != "direct":
+            binding = None if decision.kind == "replay" else self._bound(entry, plan, launches, table)
+            try:
+                if binding is None:
+                    return self._replay(entry)
+                if decision.kind == "capture":
+                    return self._capture(entry, plan, binding)
+                return self._update(entry, plan, binding, decision)
+            except StickyError:
+                raise
+            except CudaError as error:
+                self._counters.graph_error[self._call] += 1
+                self._store.forget(entry.plan.key)
+                detail = f"{self._call}: {error}"
+                decision = Decision("direct", Reason.GRAPH_FAILED, detail, Event.CUDA_FAILED, plan=plan)
+        self._admit_direct(decision, certificate, self._strict and not warming)
+        return self._direct(decision, launches, table, staged)
+
+    def _count_plan(self, decision: Decision, certificate: Certificate) -> None:
+        if decision.plan is None:
+            return
+        counters = self._counters
+        counters.plan_calls += 1
+        if decision.compiled:
+            counters.plan_compiles += 1
+        else:
+            counters.plan_reuses += 1
+        if decision.entry is not None:
+            self._store.entries.move_to_end(decision.plan.key)
+        if self._phase != certificate.phase:
+            counters.transitions += self._phase is not None
+            self._phase = certificate.phase
+
+    # Direct.
+
+    def _admit_direct(self, decision: Decision, certificate: Certificate, strict: bool) -> None:
+        """Do what the event does to the capture, and stop a step that may not run direct."""
+        effect = None if decision.event is None else EFFECTS[decision.event]
+        fails = certificate.required and (decision.fails or (effect is not None and effect.required != "same"))
+        why = f"{decision.reason} ({decision.detail})" if decision.detail else str(decision.reason)
+        if strict and not fails and decision.reason is not Reason.PROMPT:
+            raise NotReplayed("direct step", where=WHERE, got=why, wanted="a replay; Graphs.warm makes the first calls")
+        if effect is not None and effect.fate == "destroyed" and decision.entry is not None:
+            self._store.forget(decision.entry.plan.key)
+        if fails:
+            self._counters.required_unsupported += 1
+            raise RequiredStepFailed("required step", where=WHERE, got=why, wanted="a step that can run grouped")
+
+    def _direct(self, decision: Decision, launches: LaunchList, table: ResourceTable, staged: Staged | None) -> Outcome:
+        plan, reason, binding = decision.plan, decision.reason, None
+        with self._runtime.range("moe_jax: direct"):
+            if reason is Reason.HOST_STAGED:
+                if staged is None:
+                    wanted = "a function that runs the step in waves"
+                    raise InvalidArgument("staged", where=WHERE, got=f"None ({decision.detail})", wanted=wanted)
+                event = self._launch_direct(lambda: staged(self._stream), hold(table, launches)[0])
+            else:
+                binding = self._bound(decision.entry, plan, launches, table)
+                event = self._launch_direct(lambda: binding.run(self._runtime, self._stream), binding)
+        if plan is not None and reason is not Reason.GRAPH_FAILED:
+            entry = self._store.entries.get(plan.key) or self._store.add(plan)
+            entry.plan, entry.lost = plan, None
+            entry.binding = None if binding is None else binding.without_claim()
+        counters = self._counters
+        counters.steps += 1
+        counters.direct += 1
+        counters.declines[str(reason)] += 1
+        counters.fallback += reason in FALLBACKS
+        return Outcome("direct", reason, decision.detail, decision.mismatch, None, event)
+
+    def _launch_direct(self, launch: Callable[[], None], holds: object) -> Any:
+        """Launch, and keep what is used until it is done, also where only the first launches were queued."""
+        try:
+            launch()
+        except CudaError:
+            self._counters.launch_error += 1
+            self._finish(holds)
+            raise
+        return self._finish(holds)
+
+    def _bound(self, entry: Entry | None, plan: Plan | None, launches: LaunchList, table: ResourceTable) -> Binding:
+        """Kernels and addresses with a claim on the memory; those remembered, where they are still right."""
+        try:
+            known = entry.binding if entry is not None and entry.plan is plan else None
+            if known is not None and check_resources(known.held, table) is None:
+                held, _ = hold(table, launches)
+                if held is not None:
+                    return Binding(known.calls, held)
+            return bind(WHERE, launches, table, self._kernel)
+        except (CudaError, InvalidArgument):
+            self._counters.prepare_error += 1
+            raise
+
+    def _kernel(self, spec: KernelSpec) -> Kernel:
+        kernel = self._kernels.get(spec.key)
+        if kernel is None:
+            kernel = self._kernels[spec.key] = self._runtime.load(spec)
+        return kernel
+
+    # Graphs. `_call` names the step that is under way, for the counters.
+
+    def _replay(self, entry: Entry) -> Outcome:
+        with self._runtime.range("moe_jax: replay"):
+            self._call = "launch"
+            self._runtime.launch_graph(entry.executable, self._stream)
+            self._counters.steps += 1
+            self._counters.replays += 1
+            outcome = entry.replayed
+            event = self._recorded(entry.event)
+        if outcome is None or outcome.event is not event:
+            outcome = entry.replayed = Outcome("replay", handle=entry.executable, event=event)
+            self._set_event(entry, event)
+        return outcome
+
+    def _capture(self, entry: Entry, plan: Plan, binding: Binding) -> Outcome:
+        with self._runtime.range("moe_jax: capture"):
+            self._store.make_room(plan)
+            captured = self._record(binding)
+            try:
+                self._call = "instantiate"
+                executable = self._runtime.instantiate(captured)
+            finally:
+                self._store.destroy(captured)
+            self._launch_new(executable)
+        self._counters.steps += 1
+        self._counters.captures += 1
+        return self._commit(entry, plan, binding, executable, Outcome("capture", handle=executable))
+
+    def _update(self, entry: Entry, plan: Plan, binding: Binding, decision: Decision) -> Outcome:
+        with self._runtime.range("moe_jax: update"):
+            executable = entry.executable
+            captured = self._record(binding)
+            try:
+                self._call = "update"
+                if not self._runtime.update(executable, captured):
+                    self._call = "instantiate"
+                    executable = self._runtime.instantiate(captured)
+            finally:
+                self._store.destroy(captured)
+            if executable is entry.executable:
+                self._upload_and_launch(executable)
+            else:
+                self._launch_new(executable)
+                self._counters.reinstantiations += 1
+                self._store.release(entry)
+        self._counters.steps += 1
+        self._counters.updates += 1
+        outcome = Outcome("update", None, decision.detail, decision.mismatch, executable)
+        return self._commit(entry, plan, binding, executable, outcome)
+
+    def _record(self, binding: Binding) -> Captured:
+        with no_collection():
+            self._call = "begin"
+            capture = self._runtime.begin_capture(self._stream)
+            self._call = "record"
+            try:
+                binding.run(self._runtime, capture)
+            except BaseException:
+                self._runtime.abandon_capture(capture)
+                raise
+            self._call = "end"
+            return self._runtime.end_capture(capture)
+
+    def _launch_new(self, executable: Executable) -> None:
+        try:
+            self._upload_and_launch(executable)
+        except CudaError:
+            # Never launched, but its upload may be under way.
+            self._store.destroy(executable, self._recorded(None))
+            raise
+
+    def _upload_and_launch(self, executable: Executable) -> None:
+        self._call = "upload"
+        self._runtime.upload(executable, self._stream)
+        self._call = "launch"
+        self._runtime.launch_graph(executable, self._stream)
+
+    def _commit(self, entry: Entry, plan: Plan, binding: Binding, executable: Executable, outcome: Outcome) -> Outcome:
+        entry.plan, entry.binding, entry.executable, entry.replayed = plan, binding, executable, None
+        event = self._recorded(entry.event)
+        self._set_event(entry, event)
+        return Outcome(outcome.kind, None, outcome.detail, outcome.mismatch, executable, event)
+
+    # Finish.
+
+    def _set_event(self, entry: Entry, event: Any) -> None:
+        """A graph whose launches cannot be told to be done is not kept; this one was waited for."""
+        entry.event = event
+        if event is None:
+            self._store.forget(entry.plan.key)
+
+    def _finish(self, holds: object) -> Any:
+        event = self._recorded(None)
+        if event is not None:
+            self._store.in_flight(event, holds)
+        return event
+
+    def _recorded(self, event: Any) -> Any:
+        """An event behind what was queued; or wait, and None, where none can be recorded."""
+        try:
+            return self._runtime.record_event(self._stream, event)
+        except StickyError:
+            raise
+        except CudaError as error:
+            self._counters.finish_error += 1
+            try:
+                self._runtime.synchronize(self._stream)
+            except CudaError as second:
+                # What runs is not known and cannot be waited for: nothing may be given back.
+                raise StickyError(
+                    "stream", where=WHERE, got=f"{error}; {second}", wanted="an event, or an end of the work in flight"
+                ) from second
+            return None

@@ -1,0 +1,165 @@
+"""What the store of graphs needs of a device, as a protocol; and the errors of one.
+
+Two runtimes serve it: `SimulatedRuntime` on the host, and one over ``cuda.core``. Handles are opaque to the store. For
+``cuda.core`` they are:
+
+=============  ===============================================================================================
+`Stream`       ``Stream``; the engine's own, non-blocking
+`Kernel`       `moe_jax.pallas_kernels.launcher.LoadedKernel` (it takes a stream or a builder, as `launch` does here)
+`Capture`      ``GraphBuilder`` between ``begin_building("relaxed")`` and ``end_building()``
+`Captured`     the same ``GraphBuilder`` afterwards
+`Executable`   ``Graph``, from ``GraphBuilder.complete()``
+`Event`        ``Event``, from ``Stream.record``
+=============  ===============================================================================================
+
+Every method may raise `CudaError`, and `StickyError` when the context is lost: then nothing works in this process any
+more. A method that raises has done nothing and left nothing behind, `end_capture` and `instantiate` included; `launch`
+on a stream may then have been preceded by others that run. Methods may be called from any thread; the device is made
+current in each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+
+from moe_jax.pallas_kernels.errors import CudaError
+from moe_jax.pallas_kernels.spec import KernelSpec
+
+Stream = Any
+Kernel = Any
+Capture = Any
+Captured = Any
+Executable = Any
+Event = Any
+
+
+class StickyError(CudaError):
+    """An error that the context does not recover from, such as an illegal address. Only a new process helps."""
+
+
+class Runtime(Protocol):
+    """A device as the store of graphs sees it.
+
+    Attributes:
+        simulated: runs on the host.
+        compiler: compiler and device capability, as in ``"triton 3.9.0, sm_90"``: part of every program fingerprint.
+    """
+
+    simulated: bool
+    compiler: str
+
+    def new_stream(self) -> Stream:
+        """A stream of its owner's own, which no other stream waits for by itself."""
+        ...
+
+    def load(self, spec: KernelSpec) -> Kernel:
+        """Compile or find, and load, so that nothing is left to the first launch. Not during capture."""
+        ...
+
+    def launch(self, kernel: Kernel, addresses: Sequence[int], on: Stream | Capture) -> None:
+        """Queue, or record, one launch; an address for each argument of the kernel's spec."""
+        ...
+
+    def copy(self, target: int, source: int, size: int, on: Stream | Capture) -> None:
+        """Queue, or record, a copy of ``size`` bytes on the device."""
+        ...
+
+    def begin_capture(self, stream: Stream) -> Capture:
+        """Record what is launched on the result; other streams and threads are not restricted."""
+        ...
+
+    def end_capture(self, capture: Capture) -> Captured:
+        """What was recorded. On an error the recording is gone."""
+        ...
+
+    def abandon_capture(self, capture: Capture) -> None:
+        """End a recording and forget it; raises only `StickyError`."""
+        ...
+
+    def instantiate(self, captured: Captured) -> Executable:
+        """An executable of what was recorded; independent of it afterwards."""
+        ...
+
+    def update(self, executable: Executable, captured: Captured) -> bool:
+        """Change an executable in place to what was recorded; False, and no change, where that is not possible.
+
+        Launches that are in flight are not affected.
+        """
+        ...
+
+    def upload(self, executable: Executable, stream: Stream) -> None:
+        """Bring an executable to the device, so that its first launch costs no more than the others."""
+        ...
+
+    def launch_graph(self, executable: Executable, stream: Stream) -> None:
+        """Queue one launch of an executable."""
+        ...
+
+    def destroy(self, graph: Captured | Executable) -> None:
+        """Give a graph back. The caller has waited for its launches. On an error it is still there."""
+        ...
+
+    def record_event(self, stream: Stream, event: Event | None = None) -> Event:
+        """An event, a new or the given one, that is done when what was queued until now is."""
+        ...
+
+    def event_done(self, event: Event) -> bool:
+        """Whether the event's work is done; does not wait."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Return when the event's work is done."""
+        ...
+
+    def synchronize(self, stream: Stream) -> None:
+        """Return when all work of a stream is done."""
+        ...
+
+    def allocate(self, size: int) -> tuple[int, Any]:
+        """Memory of ``size`` bytes: its address, and a capsule; it is freed when the last reference to that goes."""
+        ...
+
+    def write(self, address: int, values: np.ndarray, stream: Stream) -> None:
+        """Queue a copy of host values to the device; ``values`` may change after the call."""
+        ...
+
+    def read(self, address: int, dtype: str, shape: tuple[int, ...], stream: Stream) -> np.ndarray:
+        """Wait for a stream and copy from the device: a new array, which no later step changes."""
+        ...
+
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        """A named range for profilers (NVTX)."""
+        ...
+
+
+_uncollected = 0
+_collector_lock = threading.Lock()
+_collector_was_on = False
+
+
+@contextlib.contextmanager
+def no_collection() -> Generator[None]:
+    """Python's cyclic collector off: what it finds may free device objects in the middle of a capture.
+
+    It is one for the process, so the last of all threads that entered turns it on again, if it was on.
+    """
+    global _uncollected, _collector_was_on
+    with _collector_lock:
+        if _uncollected == 0:
+            _collector_was_on = gc.isenabled()
+            gc.disable()
+        _uncollected += 1
+    try:
+        yield
+    finally:
+        with _collector_lock:
+            _uncollected -= 1
+            if _uncollected == 0 and _collector_was_on:
+                gc.enable()

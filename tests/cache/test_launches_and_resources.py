@@ -1,0 +1,180 @@
+"""Launch lists and the memory they name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from toy_step import step_launches
+
+from moe_jax import cache
+from moe_jax.cache.launches import Buffer, Copy, Launch, LaunchList, Operand, dense
+from moe_jax.cache.resources import Resource, ResourceTable, next_serial
+from moe_jax.errors import InvalidArgument
+
+ROOT = Path(__file__).parents[2]
+
+
+def resource(size: int = 64, **changes) -> Resource:
+    values = {
+        "address": 1 << 20,
+        "bytes": size,
+        "layout": dense("", "uint8", (size,)).layout,
+        "serial": next_serial(),
+        "use": "arena",
+    }
+    return Resource(**(values | changes))
+
+
+def test_equal_lists_have_one_key_and_any_change_another():
+    whole = step_launches(2)
+    assert whole.key == step_launches(2).key and hash(whole) == hash(step_launches(2))
+    embed, *rest = whole.launches
+    changed = [
+        step_launches(4),
+        step_launches(2, layers=1),
+        step_launches(2, restrided="down.0"),
+        replace(whole, buffers=(*whole.buffers, dense("more", "float32", (1,)))),
+        replace(whole, launches=(*rest, embed)),
+        replace(whole, launches=whole.launches[:-1]),
+        replace(whole, launches=(replace(embed, expert=True), *rest)),
+        replace(whole, launches=(replace(embed, spec=replace(embed.spec, num_warps=2)), *rest)),
+        replace(whole, launches=(replace(embed, spec=replace(embed.spec, grid=(2, 1, 1))), *rest)),
+    ]
+    keys = [each.key for each in (whole, *changed)]
+    assert len(set(keys)) == len(keys)
+    assert dense("x", "float32", (np.int64(2), 3)).layout == dense("x", "float32", (2, 3)).layout
+    numbers = (np.int64(4), np.int64(1)), (4, 1)
+    a, b = (LaunchList((Buffer("x", "float32", (2, 4), strides),), ()) for strides in numbers)
+    assert a.key == b.key
+
+
+def test_the_extent_of_a_copy_is_no_part_of_the_key_and_of_equality():
+    whole, part = step_launches(2), step_launches(2, extent=64)
+    assert whole.key == part.key and whole != part
+    assert (whole.extents, part.extents) == ((256,), (64,))
+
+
+def test_C68_keys_of_launch_lists_are_the_same_in_another_process():
+    code = "from toy_step import *; from moe_jax.cache import *; print(step_launches(2).key, manifest().key)"
+    found = set()
+    for seed in ("1", "2"):
+        paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        found.add(done.stdout)
+    assert len(found) == 1 and len(found.pop().split()[0]) == 64
+
+
+def test_lists_are_immutable():
+    launches = step_launches(1)
+    with pytest.raises(FrozenInstanceError):
+        launches.buffers = ()  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda b, launch: ((*b, b[0]), (launch,)), r"buffers: got \['tokens/2'\] twice"),
+        (lambda b, launch: (b[1:], (launch,)), r"LaunchList\[0\] \(embed\): tokens: buffer: got tokens/2"),
+        (lambda b, launch: (b, (replace(launch, operands=launch.operands[1:]),)), r"operands: got 5, wanted 6"),
+        (lambda b, launch: (b, (moved(launch, Operand("x/2")),)), "dtype of x/2: got float32, wanted int32"),
+        (
+            lambda b, launch: (b, (moved(launch, Operand("tokens/2", 16)),)),
+            "extent: got bytes 16 to 24, wanted within 8",
+        ),
+        (lambda b, launch: (b, (moved(launch, Operand("arena/2", 8)),)), "offset: got 8, wanted a multiple of 16"),
+        (lambda b, launch: (b, (moved(launch, Operand("arena/2", -16)),)), "offset: got -16"),
+        (
+            lambda b, launch: (b, (Copy(Operand("x/2"), Operand("y/2"), 33),)),
+            r"\[0\] \(copy\): extent: got bytes 0 to 33",
+        ),
+        (lambda b, launch: (b, (Copy(Operand("x/2"), Operand("y/2"), -1),)), "extent"),
+        (lambda b, launch: (b, (Copy(Operand("x/2"), Operand("no"), 1),)), "buffer: got no"),
+    ],
+)
+def test_lists_that_cannot_be_launched_are_refused(change, problem):
+    launches = step_launches(2)
+    buffers, listed = change(launches.buffers, launches.launches[0])
+    with pytest.raises(InvalidArgument, match=problem):
+        LaunchList(tuple(buffers), tuple(listed))
+
+
+def moved(launch: Launch, operand: Operand) -> Launch:
+    return replace(launch, operands=(operand, *launch.operands[1:]))
+
+
+def test_every_mutation_of_a_table_moves_its_version():
+    table, versions = ResourceTable(), []
+    first, second, larger = resource(), resource(), resource(128)
+    for mutate in (
+        lambda: table.bind("a", first),
+        lambda: table.replace("a", second),
+        lambda: table.grow("a", larger),
+        lambda: table.release("a"),
+    ):
+        mutate()
+        versions.append(table.version)
+    assert versions == [1, 2, 3, 4] and table.get("a") is None
+    assert ResourceTable().serial != table.serial
+
+
+def test_tables_refuse_what_is_not_theirs_and_do_not_move():
+    table = ResourceTable()
+    table.bind("a", resource(128))
+    table.bind("w", resource(128, use="weights"))
+    for call, problem in (
+        (lambda: table.bind("a", resource()), "'a' bound already"),
+        (lambda: table.replace("b", resource()), r"name: got 'b', wanted one of \['a', 'w'\]"),
+        (lambda: table.release("b"), "'b'"),
+        (lambda: table.grow("b", resource()), "'b'"),
+        (lambda: table.grow("a", resource(64)), "bytes of 'a': got 64, wanted at least 128"),
+        (lambda: table.grow("w", resource(256, use="weights")), "use of 'w': got weights → weights, wanted arenas"),
+    ):
+        with pytest.raises(InvalidArgument, match=problem):
+            call()
+    assert table.version == 2
+
+
+def test_resources_are_checked():
+    with pytest.raises(InvalidArgument, match="address: got 0x8"):
+        resource(address=8)
+    with pytest.raises(InvalidArgument, match="bytes: got 4, wanted at least 64"):
+        resource(bytes=4)
+    with pytest.raises(InvalidArgument, match="address: got 0x0"):
+        resource(address=0)
+
+
+def test_serials_are_given_once_in_every_thread():
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda: found.extend(next_serial() for _ in range(500))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == len(found) == 2000
+
+
+def test_capsules_are_no_part_of_equality():
+    one = resource(capsule=object())
+    assert one == replace(one, capsule=None) and one != replace(one, serial=next_serial())
+
+
+def test_every_public_name_of_the_cache_resolves():
+    assert sorted(cache.__all__) == sorted(cache._HOME_OF)
+    for name in cache.__all__:
+        assert getattr(cache, name) is not None and name in dir(cache)
+    with pytest.raises(AttributeError, match="no attribute 'graph'"):
+        _ = cache.graph
+
+
+def test_importing_the_cache_loads_no_device_code():
+    code = "import sys, moe_jax.cache.graphs, moe_jax.cache.simulated; print([m for m in sys.modules if 'cuda' in m])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not [name for name in eval(done.stdout) if name.split(".")[0] in ("cuda", "triton", "jax_triton")]
