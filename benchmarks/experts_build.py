@@ -1,50 +1,71 @@
-"""Compile every kernel of the expert bench for sm_90 into a folder, without a GPU.
+"""Compile the expert layer's launches into a folder of cubins, without a GPU.
 
-python benchmarks/experts_build.py FOLDER [--jobs N]
+    python benchmarks/experts_build.py FOLDER [--shape NAME|H,I,E,K …] [--rows N,N,…] [--device KIND]
+                                      [--tune] [--jobs N]
+
+`moe-jax bench kernels --cubins FOLDER` measures them, `benchmarks/tune.py --cubins FOLDER` searches among them.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from experts_cases import BENCHED, BUCKETS, SHAPES, plan_for, spec_for, variants
+from experts_cases import Planned, default_shapes, searched, shipped
 
+from moe_jax.bench.cases import default_rows, parse_rows, parse_shape
+from moe_jax.bench.read import read_specs
 from moe_jax.pallas_kernels import compiled
+from moe_jax.pallas_kernels.experts import MAX_ROWS
 
 
-def cases() -> list[tuple]:
-    found = [(shape, tokens, None, False) for shape in SHAPES for tokens in BUCKETS]
-    for shape in SHAPES:
-        for tokens in BENCHED:
-            found += [(shape, tokens, tile, pdl) for tile, pdl in variants(shape, tokens)]
-    return list(dict.fromkeys(found))
+def build(folder: Path, planned: Iterable[Planned], capability: int, jobs: int) -> Iterator[str]:
+    """Compile what the folder lacks; a line for each launch."""
+    work = [(folder, launch, capability) for launch in dict.fromkeys(planned)]
+    with multiprocessing.get_context("spawn").Pool(min(jobs, max(1, len(work)))) as pool:
+        yield from pool.imap_unordered(_build, work)
 
 
-def build(job: tuple) -> str:
-    folder, (shape, tokens, tile, pdl) = job
-    spec = spec_for(shape, tokens, tile, pdl=pdl)
+def _build(job: tuple[Path, Planned | None, int]) -> str:
+    """``None`` stands for the kernels that the read rate is measured with."""
+    folder, launch, capability = job
     lines = []
-    for part in (spec, plan_for(shape, spec, pdl=pdl)):
-        if part is None:
-            continue
+    for spec in read_specs() if launch is None else launch.specs():
         try:
-            compiled.load(folder, part, 90)
-        except ValueError:
-            kernel = compiled.compile_spec(part, 90)
+            compiled.load(folder, spec, capability)
+        except ValueError:  # not there, stale, or being written by another process
+            try:
+                kernel = compiled.compile_spec(spec, capability)
+            except Exception as error:  # a tile that the compiler cannot take is no reason to stop
+                lines.append(f"{spec.name} FAILED: {type(error).__name__}: {str(error)[:120]}")
+                continue
             compiled.save(folder, [kernel])
-            use = compiled.resources(kernel)
-            lines.append(f"{part.name} {use} shared={kernel.shared}")
-    return f"{shape} {tokens} {tile} pdl={pdl}: {'; '.join(lines) or 'kept'}"
+            lines.append(f"{spec.name} {compiled.resources(kernel)} shared={kernel.shared}")
+    return f"{launch or 'stream read'}: {'; '.join(lines) or 'kept'}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--shape", action="append", default=[])
+    parser.add_argument("--rows")
+    parser.add_argument("--device", default="NVIDIA H200", help="kind whose tuned tiles are built")
+    parser.add_argument("--capability", type=int, default=90)
+    parser.add_argument("--tune", action="store_true", help="also every tile that tuning may time")
+    parser.add_argument("--jobs", type=int, default=2)
+    args = parser.parse_args()
+    shapes = [parse_shape(text) for text in args.shape] or default_shapes()
+    planned = []
+    for shape in shapes:
+        for tokens in parse_rows(args.rows) if args.rows else default_rows(shape):
+            planned += shipped(shape, tokens, args.device, args.capability)
+            planned += searched(shape, tokens) if args.tune and tokens <= MAX_ROWS else []
+    print(_build((args.folder, None, args.capability)), flush=True)
+    for line in build(args.folder, planned, args.capability, args.jobs):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--jobs", type=int, default=2)
-    args = parser.parse_args()
-    jobs = [(args.folder, case) for case in cases()]
-    with multiprocessing.Pool(args.jobs) as pool:
-        for line in pool.imap_unordered(build, jobs):
-            print(line, flush=True)
+    main()

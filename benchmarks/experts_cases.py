@@ -1,80 +1,86 @@
-"""Shapes, tiles and routings of the expert benches: shared by building (no GPU) and measuring."""
+"""Launches and tiles that are built ahead and searched: shared by building (no GPU) and tuning."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
-import numpy as np
-
-from moe_jax.pallas_kernels.experts import Tile, expert_ffn_spec, tile_for
-from moe_jax.pallas_kernels.grouped_moe import Activation
-from moe_jax.pallas_kernels.plan import plan_spec
+from moe_jax.bench.cases import NAMED, Shape
+from moe_jax.bench.launches import DTYPE, layer_launches, shipped_tile
+from moe_jax.pallas_kernels.experts import MAX_ROWS, Tile, tile_for
+from moe_jax.pallas_kernels.prefill import PrefillTile
 from moe_jax.pallas_kernels.spec import KernelSpec
 
-SWIGLU = Activation(name="swiglu", layout="halves")
-# H, I, E, k
-QWEN3 = (2048, 768, 128, 8)
-MIXTRAL = (4096, 14336, 8, 2)
-SHAPES = (QWEN3, MIXTRAL)
-BUCKETS = (1, 2, 4, 8, 16, 32, 64)
-BENCHED = (1, 4, 16, 64)
+BUCKETS = (1, 4, 16, 64)
 
 
-def spec_for(shape: tuple[int, int, int, int], tokens: int, tile: Tile | None = None, **options) -> KernelSpec:
-    """The bf16 launch of a case."""
+class Planned(NamedTuple):
+    """A layer's launches before they are bound to a spec, so that another process can do it."""
+
+    shape: Shape
+    tokens: int
+    tile: Tile | PrefillTile
+    pdl: bool
+
+    def specs(self) -> list[KernelSpec]:
+        return [one.spec for one in layer_launches(self.shape, self.tokens, self.tile, pdl=self.pdl)]
+
+
+class Arithmetic(NamedTuple):
+    """What one (H, I, dtype) has one value of, whatever the rows."""
+
+    block_m: int
+    block_k: int
+    num_warps: int
+
+
+def heuristic(shape: Shape, tokens: int) -> Tile:
     hidden, inner, experts, k = shape
-    return expert_ffn_spec(tokens, k, experts, hidden, inner, dtype="bfloat16", activation=SWIGLU, tile=tile, **options)
+    return tile_for(tokens, k, experts, hidden, inner, DTYPE)
 
 
-def routing(rng: np.random.Generator, tokens: int, experts: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and weights of rows that choose k distinct experts uniformly."""
-    ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :k].astype(np.int32)
-    weights = rng.random((tokens, k)).astype(np.float32) + 0.1
-    return ids, weights / weights.sum(1, keepdims=True)
+def arithmetics(shape: Shape) -> list[Arithmetic]:
+    """Values to try, the heuristic's first."""
+    base = heuristic(shape, 1)
+    first = Arithmetic(base.block_m, base.block_k, base.num_warps)
+    return list(
+        dict.fromkeys([first, *(Arithmetic(*v) for v in ((64, 64, 4), (128, 64, 4), (128, 128, 8), (32, 128, 4)))])
+    )
 
 
-def touched_bytes(shape: tuple[int, int, int, int], ids: np.ndarray) -> int:
-    """bf16 bytes of the distinct experts in a routing."""
-    hidden, inner, experts, _ = shape
-    present = np.unique(ids[(ids >= 0) & (ids < experts)])
-    return len(present) * 3 * hidden * inner * 2
+def tiles(shape: Shape, tokens: int, arithmetic: Arithmetic) -> list[Tile]:
+    """Tiles to try for a row count, the heuristic's first."""
+    base = dataclasses.replace(heuristic(shape, tokens), **arithmetic._asdict())
 
+    def change(**fields: int) -> Tile:
+        return dataclasses.replace(base, **fields)
 
-def flops(shape: tuple[int, int, int, int], tokens: int) -> int:
-    hidden, inner, _, k = shape
-    return tokens * k * 3 * hidden * inner * 2
-
-
-def plan_for(shape: tuple[int, int, int, int], spec: KernelSpec, **options) -> KernelSpec | None:
-    """The grouping launch before a launch of two rows or more."""
-    tokens = spec.arguments[0].shape[0]
     if tokens == 1:
-        return None
-    return plan_spec(tokens, shape[3], shape[2], dict(spec.constexprs)["BLOCK_N"], **options)
-
-
-def variants(shape: tuple[int, int, int, int], tokens: int) -> list[tuple[Tile, bool]]:
-    """Tiles to try for a case, with or without programmatic dependent launch; the shipped one first."""
-    hidden, inner, experts, k = shape
-    base = tile_for(tokens, k, experts, hidden, inner, "bfloat16")
-    change = lambda **fields: dataclasses.replace(base, **fields)  # noqa: E731
-    narrow = 8 if tokens <= 8 else base.block_n
-    if tokens == 1:
-        tiles = [
-            change(lag=4),
-            change(block_n=8, num_stages=5),
-            change(block_n=8, num_stages=6),
-            change(block_n=8, num_stages=6, lag=2),
-            change(block_n=8, num_stages=6, prefetch=256),
-            change(block_n=8, num_stages=5, lag=1),
-        ]
+        found = [
+            *(change(block_n=n, num_stages=s) for n in (8, 16) for s in (3, 4, 5, 6)),
+            change(lag=4), change(lag=2, block_n=8, num_stages=6), change(block_n=8, num_stages=6, prefetch=256),
+        ]  # fmt: skip
     else:
-        tiles = [
-            change(block_n=narrow, num_stages=6, programs=264),
-            change(block_n=narrow, num_stages=4, programs=264),
-            change(block_n=narrow, num_stages=3, programs=528),
-            change(block_n=narrow, num_stages=4, programs=396),
-            change(block_n=narrow, lag=12),
-        ]
-    found = [(base, True), (base, False)]
-    return found + [(tile, tokens > 1) for tile in dict.fromkeys(tiles) if tile != base]
+        narrow = 8 if tokens <= 8 else base.block_n
+        found = [
+            *(change(block_n=narrow, num_stages=s, programs=p) for s, p in ((3, 528), (4, 396), (4, 264), (6, 264))),
+            change(lag=12), change(lag=32), change(block_n=2 * base.block_n if base.block_n < 32 else 16),
+        ]  # fmt: skip
+    return list(dict.fromkeys([base, *found]))
+
+
+def shipped(shape: Shape, tokens: int, device_kind: str, capability: int) -> list[Planned]:
+    """What a device of a kind runs at a row count, with programmatic dependent launch and without."""
+    tile, _ = shipped_tile(shape, tokens, device_kind, capability)
+    pdls = (False, True) if tokens <= MAX_ROWS and capability >= 90 else (False,)
+    return [Planned(shape, tokens, tile, pdl) for pdl in pdls]
+
+
+def searched(shape: Shape, tokens: int) -> list[Planned]:
+    """Everything that tuning may time at a row count."""
+    found = [tile for arithmetic in arithmetics(shape) for tile in tiles(shape, tokens, arithmetic)]
+    return [Planned(shape, tokens, tile, False) for tile in found]
+
+
+def default_shapes() -> list[Shape]:
+    return list(NAMED.values())

@@ -1,4 +1,4 @@
-"""The command `moe-jax`: decode text, describe a checkpoint, examine the machine.
+"""The command `moe-jax`: decode text, describe a checkpoint, examine the machine, measure kernels.
 
 Results go to stdout, everything else (progress, summary, warnings, errors) to stderr.
 """
@@ -14,6 +14,7 @@ import jax
 import typer
 
 from moe_jax import __version__
+from moe_jax.cli import bench
 from moe_jax.cli.device import DeviceName
 from moe_jax.errors import InvalidArgument, MoeJaxError
 
@@ -26,6 +27,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(bench.app)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 

@@ -1,0 +1,167 @@
+"""Times of chains on a CUDA device, and its two ceilings. The bench is given a `Timer`, so that it runs without one."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.bench.cases import Ceilings
+from moe_jax.bench.contenders import Work
+
+REPEATS = 25
+SECONDS = 0.5  # that the repeats of one chain may take, warm-up left out
+LEAST_REPEATS = 5
+
+
+class Timing(NamedTuple):
+    """Microseconds of each repeat of a chain, and what a reader should know of how they came about."""
+
+    us: list[float]
+    note: str | None = None
+
+
+class Timer(Protocol):
+    """How long a chain takes, and how fast the device could be.
+
+    Attributes:
+        l2_bytes: of the device's last cache.
+    """
+
+    l2_bytes: int
+
+    def ceilings(self) -> Ceilings:
+        """The device's rates, measured now."""
+        ...
+
+    def time(self, work: Work) -> Timing:
+        """At least `LEAST_REPEATS` repeats of a chain that has run before."""
+        ...
+
+
+class Clock:
+    """Seconds since it was made, against a limit."""
+
+    def __init__(self, limit: float, now: Callable[[], float] = time.monotonic):
+        self.limit, self._now = limit, now
+        self._start = now()
+
+    @property
+    def spent(self) -> float:
+        return self._now() - self._start
+
+    @property
+    def left(self) -> float:
+        return self.limit - self.spent
+
+    def part(self, share: float) -> Clock:
+        """A clock that stops after a share of what is left."""
+        return Clock(self.left * share, self._now)
+
+
+def repeats_for(us: float) -> int:
+    """Repeats of a chain of so many microseconds: `REPEATS`, or as many as `SECONDS` allow."""
+    return max(LEAST_REPEATS, min(REPEATS, int(SECONDS * 1e6 / max(us, 1.0))))
+
+
+class CudaTimer:
+    """Times on a CUDA device: graph replays between events where that can be, else by the host's clock.
+
+    Args:
+        folder: of cubins for the read rate; None: compiled here.
+    """
+
+    def __init__(self, device: jax.Device, folder: Path | None, capability: int):
+        from cuda.core import Device
+
+        self.device, self.folder, self.capability = device, folder, capability
+        jax.block_until_ready(jax.device_put(jnp.zeros(1), device))  # JAX makes the context that is used here too
+        cuda = Device(device.local_hardware_id)
+        cuda.set_current()
+        self.stream = cuda.create_stream()
+        self.l2_bytes = cuda.properties.l2_cache_size
+
+    def time(self, work: Work) -> Timing:
+        return {"launches": self._launches, "torch": self._torch, "jit": self._jit}[work.kind](work)
+
+    def _launches(self, work: Work) -> Timing:
+        from moe_jax.pallas_kernels.launcher import capture, replay_times
+
+        graph = capture(self.stream, work.run)
+        try:
+            once = replay_times(graph, self.stream, 1)[0]
+            return Timing(replay_times(graph, self.stream, repeats_for(once), warmup=1))
+        finally:
+            graph.close()
+
+    def _torch(self, work: Work) -> Timing:
+        import torch
+
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work.run()
+
+        def replay() -> float:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            return begin.elapsed_time(end) * 1e3
+
+        once = [replay() for _ in range(3)][-1]
+        return Timing([replay() for _ in range(repeats_for(once))])
+
+    def _jit(self, work: Work) -> Timing:
+        """Calls in a row, waited for together; a row is so long that waiting does not count."""
+
+        def row(calls: int) -> tuple[float, float]:
+            start = time.perf_counter()
+            outs = None
+            for _ in range(calls):
+                outs = work.run()
+            queued = time.perf_counter()
+            jax.block_until_ready(outs)
+            return (time.perf_counter() - start) * 1e6 / calls, (queued - start) * 1e6 / calls
+
+        row(1)
+        once, _ = row(1)
+        calls = max(1, min(50, math.ceil(2e4 / once)))
+        found = [row(calls) for _ in range(max(LEAST_REPEATS, repeats_for(once * calls) // 2))]
+        bound = statistics.median(queued / whole for whole, queued in found) > 0.9
+        return Timing([whole for whole, _ in found], "the host's launches take as long" if bound else None)
+
+    def ceilings(self) -> Ceilings:
+        return Ceilings(self._read_tbs(), self._matmul_tflops())
+
+    def _read_tbs(self) -> float:
+        from moe_jax.bench.launches import kernel_of
+        from moe_jax.bench.read import WORDS, read_specs
+        from moe_jax.pallas_kernels.launcher import capture, load_kernel, replay_times
+
+        data = jax.device_put(jax.random.key(0), self.device)
+        data = jax.lax.bitcast_convert_type(jax.random.bits(data, (WORDS,), jnp.uint32), jnp.int32)
+        sink = jax.device_put(jnp.zeros(1, jnp.int32), self.device)
+        addresses = [array.unsafe_buffer_pointer() for array in jax.block_until_ready((data, sink))]
+        times = []
+        for spec in read_specs():
+            kernel = load_kernel(spec, kernel_of(spec, self.folder, self.capability))
+            graph = capture(self.stream, lambda builder, kernel=kernel: kernel.launch(builder, addresses))
+            times.append(statistics.median(replay_times(graph, self.stream, REPEATS)))
+            graph.close()
+        return WORDS * 4 / min(times) / 1e6
+
+    def _matmul_tflops(self) -> float:
+        size = 8192
+        keys = jax.random.split(jax.device_put(jax.random.key(1), self.device))
+        a, b = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys)
+        multiply = jax.jit(jnp.matmul)
+        jax.block_until_ready((a, multiply(a, b)))
+        work = Work("", "jit", lambda: multiply(a, b), lambda: multiply(a, b))
+        return 2 * size**3 / statistics.median(self._jit(work).us) / 1e6

@@ -1,0 +1,283 @@
+"""Tuned tiles: found by shape and row bucket, refused with the reason, and never another arithmetic for other rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_jax.errors import InvalidArgument
+from moe_jax.pallas_kernels.experts import Tile, tile_for
+from moe_jax.pallas_kernels.tuned import Found, Refused, choose, lookup, source_hash, tuned_tile_for
+from moe_jax.pallas_kernels.tuned.lookup import DATA, file_name, load
+from moe_jax.pallas_kernels.tuned.store import write
+from moe_jax.pallas_kernels.tuned.tiles import rebuild
+
+ROOT = Path(__file__).parents[1]
+DEVICE = "NVIDIA H200"
+SHAPE = (2048, 768, 128, 8)
+SOURCE, BUILDER = "a" * 64, "triton 3.9.0"
+
+
+def entry(tokens: int, shape: tuple[int, ...] = SHAPE, dtype: str = "bfloat16", **changes: int) -> dict:
+    hidden, inner, experts, k = shape
+    tile = dataclasses.asdict(tile_for(tokens, k, experts, hidden, inner, dtype))
+    return {"shape": list(shape), "dtype": dtype, "tokens": tokens, "tile": tile | changes}
+
+
+def put(folder: Path, *entries: dict, op: str = "expert_ffn", source: str = SOURCE, builder: str = BUILDER) -> Path:
+    return write(folder, DEVICE, op, source, builder, "2026-01-01", entries)
+
+
+def found(folder: Path, tokens: int, shape=SHAPE, *, dtype="bfloat16", device=DEVICE, source=SOURCE, op="expert_ffn"):
+    return lookup(op, shape, tokens, dtype, device, source, builder=BUILDER, folder=folder)
+
+
+def test_the_least_bucket_that_is_enough(tmp_path):
+    put(tmp_path, entry(1, lag=1), entry(16, lag=16), entry(4, lag=4), entry(64, lag=32))
+    lags = {}
+    for tokens in (1, 2, 4, 5, 16, 17, 64):
+        got = found(tmp_path, tokens)
+        assert isinstance(got, Found)
+        lags[tokens] = got.tile["lag"]
+    assert lags == {1: 1, 2: 4, 4: 4, 5: 16, 16: 16, 17: 32, 64: 32}
+    assert found(tmp_path, 5).note == "tuned data for NVIDIA H200, 16 rows"
+
+
+def test_what_is_not_there_is_refused_with_its_reason(tmp_path):
+    put(tmp_path, entry(1), entry(16))
+    cases = {
+        "no tuned data for NVIDIA A100": found(tmp_path, 1, device="NVIDIA A100"),
+        "no tuned data for linear on NVIDIA H200": found(tmp_path, 1, op="linear"),
+        "no tuned data for expert_ffn at (4096, 768, 128, 8) bfloat16": found(tmp_path, 1, (4096, 768, 128, 8)),
+        "no tuned data for expert_ffn at (2048, 768, 128, 8) float16": found(tmp_path, 1, dtype="float16"),
+        "ends at 16 rows, got 17": found(tmp_path, 17),
+    }
+    for text, got in cases.items():
+        assert isinstance(got, Refused)
+        assert text in got.reason
+
+
+def test_data_of_another_source_is_refused_naming_both(tmp_path):
+    put(tmp_path, entry(1))
+    got = found(tmp_path, 1, source="b" * 64)
+    assert isinstance(got, Refused)
+    assert got.reason == "tuned data of another source: aaaaaaaaaaaa…, the kernel here is bbbbbbbbbbbb…"
+    assert got.fixed == {}
+
+
+def test_another_compiler_is_used_and_noted(tmp_path):
+    put(tmp_path, entry(1), builder="triton 3.6.0")
+    got = found(tmp_path, 1)
+    assert isinstance(got, Found)
+    assert got.note == "tuned data for NVIDIA H200, 1 rows, tuned with triton 3.6.0 where triton 3.9.0 runs"
+
+
+def test_a_file_of_another_device_under_this_name_is_refused(tmp_path):
+    path = put(tmp_path, entry(1))
+    path.rename(tmp_path / file_name("NVIDIA H20"))
+    got = found(tmp_path, 1, device="NVIDIA H20")
+    assert isinstance(got, Refused)
+    assert "was tuned on NVIDIA H200, this is NVIDIA H20" in got.reason
+
+
+@pytest.mark.parametrize("name", ["block_m", "block_k", "num_warps"])
+def test_row_counts_with_another_arithmetic_refuse_the_whole_file(tmp_path, name):
+    path = put(tmp_path, entry(1), entry(16), entry(16, (4096, 14336, 8, 2)))
+    content = json.loads(path.read_text())
+    tile = content["operations"]["expert_ffn"]["entries"][1]["tile"]
+    tile[name] *= 2
+    path.write_text(json.dumps(content))
+    with pytest.raises(InvalidArgument, match="fields that fix the arithmetic") as caught:
+        load(path)
+    assert caught.value.got[name] == tile[name]
+    assert caught.value.wanted.startswith(str({"block_m": 64, "block_k": 128, "num_warps": 4}))
+    # Nothing of the file counts, other shapes included; the call goes on with the heuristic and says why.
+    for shape in (SHAPE, (4096, 14336, 8, 2)):
+        got = found(tmp_path, 16, shape)
+        assert isinstance(got, Refused)
+        assert "fields that fix the arithmetic" in got.reason
+    assert tuned_tile_for(16, 8, 128, 2048, 768, "bfloat16", DEVICE, source=SOURCE, folder=tmp_path).tile == tile_for(
+        16, 8, 128, 2048, 768, "bfloat16"
+    )
+
+
+def test_other_experts_and_row_counts_keep_the_tuned_arithmetic(tmp_path):
+    """A row's bits are a function of (H, I, dtype): where data ends, the heuristic may not bring its own."""
+    put(tmp_path, entry(1, block_m=128), entry(16, block_m=128))
+    for tokens, top_k, experts in ((1, 8, 128), (9, 8, 128), (64, 8, 128), (1, 4, 32)):
+        tile, source = tuned_tile_for(
+            tokens, top_k, experts, 2048, 768, "bfloat16", DEVICE, source=SOURCE, folder=tmp_path
+        )
+        assert (tile.block_m, tile.block_k, tile.num_warps) == (128, 128, 4)
+        tuned = tokens <= 16 and experts == 128
+        assert source.startswith("tuned data for NVIDIA H200" if tuned else "heuristic: ")
+    other = tuned_tile_for(1, 8, 128, 2048, 1024, "bfloat16", DEVICE, source=SOURCE, folder=tmp_path)
+    assert other.tile.block_m == 64
+
+
+def test_where_the_tile_comes_from_is_said(tmp_path):
+    put(tmp_path, entry(4, lag=7))
+    tile, source = tuned_tile_for(3, 8, 128, 2048, 768, "bfloat16", DEVICE, source=SOURCE, folder=tmp_path)
+    assert tile.lag == 7
+    assert source.startswith("tuned data for NVIDIA H200, 4 rows")
+    tile, source = tuned_tile_for(3, 8, 128, 2048, 768, "bfloat16", "NVIDIA A100", source=SOURCE, folder=tmp_path)
+    assert (tile, source) == (
+        tile_for(3, 8, 128, 2048, 768, "bfloat16"),
+        "heuristic: no tuned data for NVIDIA A100",
+    )
+
+
+def test_a_tile_with_other_fields_is_not_used(tmp_path):
+    put(tmp_path, entry(1, gone=3))
+    tile, source = tuned_tile_for(1, 8, 128, 2048, 768, "bfloat16", DEVICE, source=SOURCE, folder=tmp_path)
+    assert tile == tile_for(1, 8, 128, 2048, 768, "bfloat16")
+    assert source.startswith("heuristic: tuned Tile: fields")
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: Inner
+    sizes: tuple[int, ...]
+
+
+def test_nested_tiles_come_back_as_they_were(tmp_path):
+    tile = Outer(Inner(3), (32, 64))
+    made = {"shape": [4, 4], "dtype": "bfloat16", "tokens": 8, "tile": dataclasses.asdict(tile)}
+    put(tmp_path, made, op="prefill_mosaic")
+    base = Outer(Inner(1), (1,))
+    got = choose("prefill_mosaic", base, (4, 4), 8, "bfloat16", DEVICE, source=SOURCE, folder=tmp_path)
+    assert got.tile == tile
+    assert hash(got.tile) == hash(tile)
+    assert rebuild(Outer, json.loads(json.dumps(dataclasses.asdict(tile)))) == tile
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ((), []),
+        (("format",), 2),
+        (("device",), None),
+        (("operations",), []),
+        (("operations", "expert_ffn", "source_hash"), 1),
+        (("operations", "expert_ffn", "entries"), {}),
+        (("operations", "expert_ffn", "entries", 0, "tokens"), 0),
+        (("operations", "expert_ffn", "entries", 0, "tokens"), True),
+        (("operations", "expert_ffn", "entries", 0, "shape"), [2048, -1, 2, 2]),
+        (("operations", "expert_ffn", "entries", 0, "tile"), None),
+        (("operations", "expert_ffn", "entries", 0, "tile"), {"block_m": 64}),
+    ],
+)
+def test_malformed_files_are_refused(tmp_path, place, value):
+    path = put(tmp_path, entry(1))
+    content = json.loads(path.read_text())
+    if place:
+        inside = content
+        for step in place[:-1]:
+            inside = inside[step]
+        inside[place[-1]] = value
+    else:
+        content = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(InvalidArgument, match=r"tuned data nvidia-h200\.json"):
+        load(path)
+    assert isinstance(found(tmp_path, 1), Refused)
+
+
+def test_an_entry_that_stands_twice_is_refused(tmp_path):
+    with pytest.raises(InvalidArgument, match="twice"):
+        put(tmp_path, entry(4, lag=1), entry(4, lag=2))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writing_keeps_other_shapes_of_the_same_source_only(tmp_path):
+    other = (4096, 14336, 8, 2)
+    put(tmp_path, entry(1), entry(4))
+    put(tmp_path, entry(1, lag=3))
+    path = put(tmp_path, entry(1, other))
+    kept = [(e["shape"], e["tokens"]) for e in load(path)["operations"]["expert_ffn"]["entries"]]
+    assert kept == [(list(SHAPE), 1), (list(other), 1)]
+    put(tmp_path, entry(4), source="c" * 64)
+    put(tmp_path, {"shape": [1, 1], "dtype": "bfloat16", "tokens": 1, "tile": {}}, op="prefill")
+    operations = load(path)["operations"]
+    assert [e["tokens"] for e in operations["expert_ffn"]["entries"]] == [4]
+    assert set(operations) == {"expert_ffn", "prefill"}
+
+
+def test_shipped_data_is_valid_and_filed_under_its_device():
+    for path in DATA.glob("*"):
+        assert path.name == file_name(load(path)["device"])
+        for op, operation in load(path)["operations"].items():
+            assert operation["entries"], op
+            if op == "expert_ffn":
+                for e in operation["entries"]:
+                    rebuild(Tile, e["tile"])
+
+
+def test_the_source_of_an_operation():
+    pytest.importorskip("triton")
+    assert len(source_hash("expert_ffn")) == len(source_hash("prefill")) == 64
+    assert len({source_hash(op) for op in ("expert_ffn", "prefill_triton", "prefill_mosaic", "prefill")}) == 4
+    with pytest.raises(InvalidArgument, match="linear"):
+        source_hash("linear")
+
+
+def test_C68_the_same_tile_in_another_process_and_hash_seed(tmp_path):
+    put(tmp_path, entry(1, lag=1), entry(16, lag=16), entry(64, lag=32))
+    code = (
+        "from pathlib import Path\n"
+        "from moe_jax.pallas_kernels.tuned import tuned_tile_for\n"
+        f"print([tuned_tile_for(t, 8, 128, 2048, 768, 'bfloat16', {DEVICE!r}, source={SOURCE!r}, "
+        f"folder=Path({str(tmp_path)!r})) for t in (1, 3, 16, 40)])"
+    )
+    outs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outs) == 1
+    assert "lag=32" in outs.pop()
+
+
+def _write_many(folder: Path, lag: int) -> None:
+    for _ in range(5):
+        write(folder, DEVICE, "expert_ffn", SOURCE, BUILDER, "2026-01-01", [entry(n, lag=lag) for n in range(1, 65)])
+
+
+def test_C69_writers_at_once_leave_a_whole_file(tmp_path):
+    """Eight processes publish into one empty folder, read by this one all the while."""
+    with multiprocessing.get_context("spawn").Pool(8) as pool:
+        done = pool.starmap_async(_write_many, [(tmp_path, lag) for lag in range(1, 9)])
+        while not done.ready():
+            for path in tmp_path.glob("*.json"):
+                load(path)
+            done.wait(0.01)
+        done.get()
+    (path,) = tmp_path.iterdir()
+    (lag,) = {e["tile"]["lag"] for e in load(path)["operations"]["expert_ffn"]["entries"]}
+    assert lag in range(1, 9)
+
+
+def test_C69_a_truncated_file_is_no_crash(tmp_path):
+    path = put(tmp_path, entry(1))
+    path.write_text(path.read_text()[:100])
+    tile, source = tuned_tile_for(1, 8, 128, 2048, 768, "bfloat16", DEVICE, source=SOURCE, folder=tmp_path)
+    assert tile == tile_for(1, 8, 128, 2048, 768, "bfloat16")
+    assert source.startswith("heuristic: tuned data nvidia-h200.json: content")
