@@ -27,6 +27,7 @@ def as_operation(
     *,
     rows: Mapping[int, int] | None = None,
     most: int | None = None,
+    in_place: bool = False,
 ) -> Callable[..., Any]:
     """One function of arrays from two that compute the same.
 
@@ -39,9 +40,10 @@ def as_operation(
             too; each with the value of a row that is only there to fill a launch up. Under ``vmap`` over nothing
             but these, the batch goes into the rows. Otherwise, and without them, its elements go one after another.
         most: rows of one launch; more go in several.
+        in_place: ``launch`` changes arrays in place. A batch of them is made of copies, so ``vmap`` takes ``reference``.
     """
     rows = rows or {}
-    forward = _batched(functools.partial(_on_cuda, launch, reference, rows, most), reference, rows)
+    forward = _batched(functools.partial(_on_cuda, launch, reference, rows, most), reference, rows, in_place)
 
     @jax.custom_vjp
     def operation(*args):
@@ -57,7 +59,9 @@ def as_operation(
     return operation
 
 
-def _batched(cuda: Callable[..., Any], reference: Callable[..., Any], rows: Mapping[int, int]) -> Callable[..., Any]:
+def _batched(
+    cuda: Callable[..., Any], reference: Callable[..., Any], rows: Mapping[int, int], in_place: bool
+) -> Callable[..., Any]:
     """Being one opaque operation also keeps the kernels' counters inside it when a gradient cuts a program in two."""
 
     @custom_vmap
@@ -66,6 +70,10 @@ def _batched(cuda: Callable[..., Any], reference: Callable[..., Any], rows: Mapp
 
     @forward.def_vmap
     def rule(size, batched, *args):
+        if in_place:
+            axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
+            out = jax.vmap(reference, in_axes=axes, axis_size=size)(*args)
+            return out, jax.tree.map(lambda _: True, out)
         others = [flags for place, flags in enumerate(batched) if place not in rows]
         if not rows or any(jax.tree.leaves(others)):
             leaves, tree = jax.tree.flatten(args)

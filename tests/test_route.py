@@ -332,7 +332,7 @@ ROUTER = RouterConfig(experts=8, top_k=2)
         (lambda: route([[0.0] * 8], ROUTER), "list", "an array"),
         (lambda: route(F32, ROUTER, selection_bias=F32[0].astype(jnp.bfloat16)), "bfloat16", "float32"),
         (lambda: route(F32, ROUTER, selection_bias=F32[0, :7]), "[7]", "[8]"),
-        (lambda: route(F32, ROUTER, backend="cuda"), "'cuda'", "auto, reference"),
+        (lambda: route(F32, ROUTER, backend="cuda"), "'cuda'", "auto, triton, reference"),
         (lambda: router_logits(F32, F32.astype(jnp.bfloat16)), "bfloat16", "float32"),
         (lambda: router_logits(F32, F32[:, :7]), "[3, 7]", "[E, 8]"),
         (lambda: router_logits(F32[0], F32), "[8]", "[T, H]"),

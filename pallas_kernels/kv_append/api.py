@@ -52,7 +52,7 @@ def kv_append(
     of a Ref (``q, k_ref[...], v_ref[...] = kv_append(qkv, cos, sin, k_ref[...], v_ref[...], …)``). Called outside of
     ``jit``, or with pages that are used again later, it copies both pools.
 
-    Works under ``jit``, ``grad`` (reverse mode), ``vmap`` (each element with its own pages) and inside
+    Works under ``jit``, ``grad`` (reverse mode), ``vmap`` (each element with its own pages, by the reference) and inside
     ``jax.shard_map``, there by the kernel only with ``check_vma=False``.
 
     Args:
@@ -173,7 +173,8 @@ def _plain(norm: QkNorm | None, eps: float, clip: float | None, *arrays) -> _Res
 
 @functools.cache
 def _operation(norm: QkNorm | None, eps: float, clip: float | None) -> Callable[..., Any]:
-    return as_operation(*(functools.partial(function, norm, eps, clip) for function in (_launch, _plain)))
+    launch, plain = (functools.partial(function, norm, eps, clip) for function in (_launch, _plain))
+    return as_operation(launch, plain, in_place=True)
 
 
 @functools.partial(jax.jit, static_argnums=(10, 11, 12))

@@ -279,7 +279,8 @@ def transformed(name: str, backend: str) -> dict[str, tuple[Callable[..., Any], 
     def batch(size):
         return tuple(stack(a, size) if i in rows else a for i, a in enumerate(args))
 
-    one_by_one = int(name == "kv_append")
+    # What changes pages in place is not launched on a batch of them.
+    several, loop = (0, 0) if name == "kv_append" else (launches, 1)
     everything = tuple(stack(a, 3) for a in args)
     return {
         "plain": (f, args, launches, 0),
@@ -290,16 +291,16 @@ def transformed(name: str, backend: str) -> dict[str, tuple[Callable[..., Any], 
             launches,
             0,
         ),
-        "vmap into rows": (jax.vmap(f, in_axes=axes), batch(3), launches, one_by_one),
-        "vmap into a loop of launches": (jax.vmap(f, in_axes=axes), batch(20), launches, 1),
-        "vmap over everything": (jax.vmap(f), everything, launches, 1),
+        "vmap into rows": (jax.vmap(f, in_axes=axes), batch(3), several, 0),
+        "vmap into a loop of launches": (jax.vmap(f, in_axes=axes), batch(20), several, loop),
+        "vmap over everything": (jax.vmap(f), everything, several, loop),
         "grad of vmap": (
             jax.grad(lambda *a: sum(jnp.sum(y**2) for y in jax.tree.leaves(jax.vmap(f, in_axes=axes)(*a))), floats),
             batch(3),
-            launches,
-            one_by_one,
+            several,
+            0,
         ),
-        "vmap of grad": (jax.vmap(jax.grad(loss, argnums=floats), in_axes=axes), batch(3), launches, one_by_one),
+        "vmap of grad": (jax.vmap(jax.grad(loss, argnums=floats), in_axes=axes), batch(3), several, 0),
     }
 
 

@@ -76,4 +76,8 @@ def test_on_a_gpu(norm):
         first = out["q_ptr"][0] if first is None else first
         same_bits(out["q_ptr"][rows // 2], first)
         for name, value in zip(("q_ptr", "k_pages_ptr", "v_pages_ptr"), wanted, strict=True):
-            np.testing.assert_allclose(out[name].reshape(value.shape).astype(np.float64), value, rtol=2e-2, atol=2e-2)
+            got = out[name].reshape(value.shape).astype(np.float64)
+            np.testing.assert_array_equal(np.isnan(got), np.isnan(value))
+            # By heads: where a rotation cancels, one value may be off by more than its own size.
+            apart, size = (np.linalg.norm(np.nan_to_num(a), axis=-1) for a in (got - value, value))
+            assert (apart <= 1e-2 * size).all()
