@@ -40,7 +40,7 @@ def as_operation(
             too; each with the value of a row that is only there to fill a launch up. Under ``vmap`` over nothing
             but these, the batch goes into the rows. Otherwise, and without them, its elements go one after another.
         most: rows of one launch; more go in several.
-        in_place: ``launch`` changes arrays in place. A batch of them is made of copies, so ``vmap`` takes ``reference``.
+        in_place: ``launch`` changes arrays in place. A batch of them is made of copies: ``vmap`` takes ``reference``.
     """
     rows = rows or {}
     forward = _batched(functools.partial(_on_cuda, launch, reference, rows, most), reference, rows, in_place)

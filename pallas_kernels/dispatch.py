@@ -27,11 +27,18 @@ class OutOfScope(str):
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of an operation. ``refusal`` and ``run`` take the same arguments."""
+    """One implementation of an operation. All functions take the same arguments.
+
+    Attributes:
+        run: serves a call.
+        refusal: why it cannot, or None.
+        slower: why a later one serves a call better, or None; asked only when nobody named a back end.
+    """
 
     name: str
     run: Callable[..., Any]
     refusal: Callable[..., str | None]
+    slower: Callable[..., str | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,8 @@ class Operation:
         declined: list[tuple[str, str]] = []
         for candidate in candidates:
             reason = candidate.refusal(*args)
+            if reason is None and backend == "auto" and candidate.slower is not None:
+                reason = candidate.slower(*args)
             if reason is None:
                 return candidate, Choice(self.name, candidate.name, tuple(declined))
             declined.append((candidate.name, reason))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,27 +21,70 @@ SWIGLU = Activation(name="swiglu", layout="halves")
 GPT_OSS = Activation(name="gpt_oss_swiglu", layout="interleaved", limit=7.0, alpha=1.702)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MadeFor:
+    """What a back end of `grouped_moe` is made for.
+
+    Attributes:
+        rows: least and most; None: any number.
+        dtypes: numpy names.
+        multiple: H and I must be multiples of it.
+        capability: the one compute capability that it runs on; None: any that the package supports.
+    """
+
+    rows: tuple[int, int | None]
+    dtypes: tuple[str, ...]
+    multiple: int = 1
+    capability: str | None = None
+
+
+# Written down here once more, so that no back end gives way in silence and no test of one is skipped.
+MADE_FOR = {
+    "triton": MadeFor(rows=(1, None), dtypes=("bfloat16", "float16", "float32")),
+    "mosaic": MadeFor(rows=(65, None), dtypes=("bfloat16", "float16"), multiple=64, capability="9.0"),
+    "reference": MadeFor(rows=(0, None), dtypes=("bfloat16", "float16", "float32", "float64")),
+}
+
+
+def outside(backend: str, rows: int, dtype: Any = "float32", sizes: tuple[int, ...] = ()) -> list[str]:
+    """Patterns of what a refusal may say: one for each thing about a call that a back end is not made for."""
+    made, name = MADE_FOR[backend], np.dtype(dtype).name
+    least, most = made.rows
+    device = jax.devices()[0]
+    found = []
+    if rows < least or (most is not None and rows > most):
+        found.append(rf"\b{rows} rows")
+    if name not in made.dtypes:
+        found.append(rf"\b{name}\b")
+    if any(size % made.multiple for size in sizes):
+        found.append(rf"multiples? of {made.multiple}\b")
+    if made.capability not in (None, getattr(device, "compute_capability", None)):
+        found.append("capability|CUDA device")
+    return found
+
+
 def backends_of(operation: Operation) -> list[Any]:
-    """Every back end as a parameter: the reference on the CPU, all of them on the GPU."""
-    on_gpu = [pytest.param(b.name, id=f"{b.name}-gpu", marks=pytest.mark.gpu) for b in operation.backends]
+    """Every back end as a parameter: the reference on the CPU, all of them on the GPU.
+
+    The suites that ask are written in float32. One that does not take it has `kernels/test_grid_gpu.py` to itself.
+    """
+    named = [b.name for b in operation.backends if "float32" in MADE_FOR[b.name].dtypes]
+    on_gpu = [pytest.param(name, id=f"{name}-gpu", marks=pytest.mark.gpu) for name in named]
     return [pytest.param("reference", id="reference"), *on_gpu]
 
 
 @contextmanager
-def served(backend: str, rows: int, dtype: Any = "float32") -> Iterator[None]:
+def served(backend: str, rows: int, dtype: Any = "float32", sizes: tuple[int, ...] = ()) -> Iterator[None]:
     """The body of a test that names a back end of `grouped_moe`: outside what that one is for, it must be refused so.
 
-    What each back end is for is written down here once more, so that none gives way silently and none is skipped.
+    Args:
+        sizes: H and I, where they matter.
     """
-    reason = None
-    if backend == "triton" and not 1 <= rows <= 64:
-        reason = f"triton: {rows} rows: the kernels take 1 to 64"
-    if backend == "triton" and np.dtype(dtype) == np.float64:
-        reason = "triton: float64 rows"
-    if reason is None:
+    reasons = outside(backend, rows, dtype, sizes)
+    if not reasons:
         yield
         return
-    with pytest.raises(CannotServe, match=reason):
+    with pytest.raises(CannotServe, match=f"{backend}: .*({'|'.join(reasons)})"):
         yield
 
 
@@ -128,9 +172,9 @@ def assert_same_bits(got: Any, want: Any) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def dirty_memory() -> None:
-    """Leave NaN in freed blocks of many sizes, so that reading unset memory shows."""
-    for size in (1 << n for n in range(6, 20)):
+def dirty_memory(largest: int = 19) -> None:
+    """Leave NaN in freed blocks of many sizes, up to 2**largest floats, so that reading unset memory shows."""
+    for size in (1 << n for n in range(6, largest + 1)):
         arrays = [jnp.full(size, jnp.nan) for _ in range(3)]
         jax.block_until_ready(arrays)
 

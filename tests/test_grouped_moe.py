@@ -122,7 +122,7 @@ def test_error_is_at_most_twice_that_of_a_naive_computation(dtype: str, backend:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", [b.name for b in GROUPED_MOE.backends])
+@pytest.mark.parametrize("backend", [b.name for b in GROUPED_MOE.backends if b.name != "mosaic"])
 def test_f32_does_not_use_tf32(backend: str) -> None:
     config, weights = layer(4, 2, 512, 384)
     r = routing(random_ids(2, 64, 2, 4))

@@ -179,7 +179,7 @@ def shared(**fields: Any) -> ExpertWeights:
         (lambda: grouped_moe(X, Routing(R.weights[:, :0], R.ids[:, :0]), WEIGHTS, CONFIG), "0", "at least 1"),
         (lambda: grouped_moe(X, R, WEIGHTS, CONFIG, selection_bias=LOGITS[0]), "an array", "None, or router logits"),
         (lambda: grouped_moe(X, LOGITS, WEIGHTS, CONFIG, selection_bias=LOGITS), "[3, 4]", "[4]"),
-        (lambda: grouped_moe(X, LOGITS, WEIGHTS, CONFIG, backend="cuda"), "'cuda'", "auto, triton, reference"),
+        (lambda: grouped_moe(X, LOGITS, WEIGHTS, CONFIG, backend="cuda"), "'cuda'", "auto, mosaic, triton, reference"),
         (lambda: grouped_moe(X, R, replaced(down=WEIGHTS.down[:3]), CONFIG), "[4, 12, 8]", "[3, 12, 8]"),
         (lambda: grouped_moe(X, LOGITS, layer(3, 2, 8, 6)[1], CONFIG), "3", "router.experts=4"),
         (lambda: grouped_moe(X, R, replaced(down=None), CONFIG), "NoneType", "an array"),

@@ -21,10 +21,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from backends import assert_close, layer, normal, random_ids, routing
-from moe_jax.pallas_kernels import device, dispatch
+from moe_jax.pallas_kernels import as_operation, device, dispatch
 from moe_jax.pallas_kernels.errors import CannotServe, SlowPathWarning
-from moe_jax.pallas_kernels.grouped_moe import ExpertWeights, explain, grouped_moe, reference, triton
-from moe_jax.pallas_kernels.route import Routing
+from moe_jax.pallas_kernels.grouped_moe import ExpertWeights, explain, grouped_moe, mosaic, triton
+from moe_jax.pallas_kernels.prefill import specs
+from moe_jax.pallas_kernels.route import Routing, route
 
 ROOT = Path(__file__).parents[1]
 CONFIG, WEIGHTS = layer(4, 2, 16, 12, biases=True, shared=8)
@@ -40,17 +41,18 @@ class Device(NamedTuple):
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CUDA machine, as far as the choice of a back end sees. Programs still compile for the CPU."""
-    monkeypatch.setattr(triton, "triton_refusal", lambda device: None)
+    for module in (triton, mosaic, as_operation):
+        monkeypatch.setattr(module, "triton_refusal", lambda device: None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(dispatch, "_reported", set())
 
 
 def reason(x: jax.Array, logits: jax.Array, weights: ExpertWeights) -> str:
-    """Why the kernels decline; the one who asked for them by name must read the same."""
+    """Why the Triton kernels decline; the one who asked for them by name must read the same."""
     choice = explain(x, logits, weights, CONFIG)
-    ((name, text),) = choice.declined
-    assert (choice.backend, name) == ("reference", "triton")
-    assert str(choice) == f"grouped_moe: reference\n  triton declined: {text}"
+    (first, other), (name, text) = choice.declined
+    assert (choice.backend, first, name) == ("reference", "mosaic", "triton")
+    assert str(choice) == f"grouped_moe: reference\n  mosaic declined: {other}\n  triton declined: {text}"
     with pytest.raises(CannotServe) as caught:
         grouped_moe(x, logits, weights, CONFIG, backend="triton")
     assert caught.value.declined == (("triton", text),)
@@ -109,7 +111,7 @@ def test_C114_on_the_cpu_explain_says_that_there_is_no_cuda_device() -> None:
     assert reason(X, LOGITS, WEIGHTS) == "no CUDA device: the call runs on cpu (cpu)"
     chosen = []
     jax.jit(lambda *a: chosen.append(explain(*a, CONFIG)))(X, LOGITS, WEIGHTS)
-    assert chosen[0].declined == (("triton", "no CUDA device: the call runs on cpu (cpu)"),)
+    assert chosen[0].declined == tuple((n, "no CUDA device: the call runs on cpu (cpu)") for n in ("mosaic", "triton"))
 
 
 def test_the_device_is_that_of_the_array_or_the_default_one() -> None:
@@ -125,13 +127,39 @@ def test_the_device_is_that_of_the_array_or_the_default_one() -> None:
 
 
 @pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("rows", [0, 65, 4096])
-def test_row_counts_beyond_the_kernels_go_to_the_reference_without_a_warning(rows: int) -> None:
-    x, logits = jnp.zeros((rows, 16)), jnp.zeros((rows, 4))
-    assert reason(x, logits, WEIGHTS).startswith(f"{rows} rows: the kernels take 1 to 64")
+def test_nothing_goes_to_the_reference_without_a_warning() -> None:
+    x, logits = jnp.zeros((0, 16)), jnp.zeros((0, 4))
+    assert reason(x, logits, WEIGHTS).startswith("0 rows")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert grouped_moe(x, logits, WEIGHTS, CONFIG).shape == (rows, 16)
+        assert grouped_moe(x, logits, WEIGHTS, CONFIG).shape == (0, 16)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_more_pairs_than_places_can_count_go_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specs, "MAX_PAIRS", 9)
+    assert reason(X, LOGITS, WEIGHTS).startswith("10 pairs of row and expert: the kernels take 9 at most")
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_hopper_takes_many_rows_by_mosaic_and_says_when_triton_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Device("gpu", "NVIDIA H200", "9.0")
+    monkeypatch.setattr(mosaic, "device_of", lambda array: found)
+    config, weights = layer(4, 2, 16, 16, dtype="bfloat16")
+
+    def choice(rows: int, weights: ExpertWeights = weights, dtype: str = "bfloat16") -> Any:
+        return explain(jnp.zeros((rows, 16), dtype), jnp.zeros((rows, 4)), weights, config)
+
+    assert str(choice(4096)) == "grouped_moe: mosaic"
+    assert str(choice(100)).endswith("mosaic declined: 50 rows an expert on average: Triton is faster below 96")
+    assert "mosaic declined: 64 rows" in str(choice(64))
+    assert str(explain(jnp.zeros((100, 16), jnp.bfloat16), jnp.zeros((100, 4)), weights, config, backend="mosaic")) == (
+        "grouped_moe: mosaic"
+    )
+    wide = layer(4, 2, 16, 16)[1]
+    assert "mosaic declined: dtype float32" in str(choice(4096, wide, "float32"))
+    monkeypatch.setattr(mosaic, "device_of", lambda array: Device("gpu", "NVIDIA B200", "10.0"))
+    assert "mosaic declined: NVIDIA B200 has compute capability 10.0" in str(choice(4096))
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -140,7 +168,7 @@ def test_float64_goes_to_the_reference_without_a_warning() -> None:
         config, weights = layer(4, 2, 16, 12, dtype="float64")
         x = normal(1, (5, 16), "float64")
         choice = explain(x, LOGITS, weights, config)
-        assert choice.declined[0][1].startswith("float64 rows: the kernels take bfloat16, float16, float32")
+        assert dict(choice.declined)["triton"].startswith("float64 rows: the kernels take bfloat16, float16, float32")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert grouped_moe(x, LOGITS, weights, config).dtype == jnp.float64
@@ -161,11 +189,11 @@ def test_weights_that_would_be_copied_at_every_call_are_refused_with_a_warning()
 
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_one_to_64_rows_go_to_the_kernels(dtype: str) -> None:
+def test_any_number_of_rows_goes_to_the_kernels(dtype: str) -> None:
     config, weights = layer(4, 2, 16, 12, dtype=dtype)
-    for rows in (1, 2, 64):
+    for rows in (1, 2, 64, 65, 4096):
         choice = explain(jnp.zeros((rows, 16), dtype), jnp.zeros((rows, 4)), weights, config)
-        assert str(choice) == "grouped_moe: triton"
+        assert (choice.backend, [name for name, _ in choice.declined]) == ("triton", ["mosaic"])
 
 
 def test_calls_on_the_cpu_import_no_triton() -> None:
@@ -190,28 +218,25 @@ def test_specs_are_made_once_for_equal_shapes() -> None:
     assert triton._specs(1, 2, 4, 16, 12, "float32", config.activation, *options)[0] is None
 
 
-@pytest.mark.parametrize("rows", [1, 64, 65, 130])
-def test_more_rows_than_a_launch_takes_go_in_several(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = []
+@pytest.mark.parametrize(("rows", "few"), [(1, True), (64, True), (65, False)])
+def test_decode_and_prefill_have_kernels_of_their_own(rows: int, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax_triton")
+    from moe_jax.pallas_kernels.prefill import triton as prefill
 
-    def launch(config, rows, weights):
-        launched.append(rows[0].shape[0])
-        return triton._elsewhere(config, rows, weights)
-
-    monkeypatch.setattr(triton, "_launch", launch)
+    monkeypatch.setattr(triton, "_few_rows", lambda *_: "few")
+    monkeypatch.setattr(prefill, "ffn", lambda *_: "many")
     config, weights = layer(4, 2, 16, 12)
-    x, r, residual = normal(1, (rows, 16)), routing(random_ids(2, rows, 2, 4, sentinels=True)), normal(3, (rows, 16))
-    got = triton._in_launches(config, (x, r.weights, r.ids, residual), weights)
-    assert_close(got, reference.grouped_moe(x, r, weights, config) + residual, 1e-6)
-    assert launched == [min(rows, 64)]
+    r = routing(random_ids(2, rows, 2, 4))
+    assert triton._ffn(normal(1, (rows, 16)), r, weights, config, None) == ("few" if few else "many")
 
 
-def op(x: jax.Array, logits: jax.Array, weights: ExpertWeights) -> jax.Array:
-    return grouped_moe(x, logits, weights, CONFIG, backend="triton")
+def op(x: jax.Array, logits: jax.Array, weights: ExpertWeights, backend: str = "triton") -> jax.Array:
+    """With the reference's routing, whose kernels have tests of their own."""
+    return grouped_moe(x, route(logits, CONFIG.router, backend="reference"), weights, CONFIG, backend=backend)
 
 
 def plain(x: jax.Array, logits: jax.Array, weights: ExpertWeights) -> jax.Array:
-    return grouped_moe(x, logits, weights, CONFIG, backend="reference")
+    return op(x, logits, weights, "reference")
 
 
 def transformed(f: Callable[..., jax.Array]) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]]:
@@ -238,7 +263,7 @@ def transformed(f: Callable[..., jax.Array]) -> dict[str, tuple[Callable[..., An
         "grad": (jax.grad(loss, argnums=(0, 1, 2)), full, 2),
         "second derivatives": (jax.jacrev(jax.jacrev(loss)), full, 2),
         "vmap into one launch": (shared, (batch(X, 3), batch(LOGITS, 3), WEIGHTS), 2),
-        "vmap into a loop of launches": (shared, (batch(X, 20), batch(LOGITS, 20), WEIGHTS), 2),
+        "vmap into many rows": (shared, (batch(X, 20), batch(LOGITS, 20), WEIGHTS), 4),
         "vmap over weights": (jax.vmap(f, in_axes=(None, None, 0)), (X, LOGITS, batch(WEIGHTS, 3)), 2),
         "grad of vmap": (
             jax.grad(lambda *a: jnp.sum(shared(*a) ** 2), argnums=(0, 2)),
@@ -252,7 +277,7 @@ def transformed(f: Callable[..., jax.Array]) -> dict[str, tuple[Callable[..., An
 
 
 @pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("name", ["grad", "vmap into a loop of launches", "vmap over weights", "grad of scan"])
+@pytest.mark.parametrize("name", ["grad", "vmap into many rows", "vmap over weights", "grad of scan"])
 def test_a_program_compiled_for_the_cpu_beside_a_gpu_is_the_reference(name: str) -> None:
     """Only XLA sees for which device it compiles; the op was traced for the GPU."""
     f, args, _ = transformed(op)[name]
@@ -328,16 +353,11 @@ def test_a_rows_bits_do_not_depend_on_its_company(dtype: str) -> None:
     config, weights = layer(16, 4, 192, 72, dtype=dtype, biases=True)
     x, r = normal(1, (64, 192), dtype), routing(random_ids(2, 64, 4, 16))
 
-    def run(rows: slice, f: Callable[..., jax.Array] = grouped_moe) -> np.ndarray:
-        return np.asarray(f(x[rows], Routing(r.weights[rows], r.ids[rows]), weights, config, backend="triton"))
+    def run(rows: slice) -> np.ndarray:
+        r_part = Routing(r.weights[rows], r.ids[rows])
+        return np.asarray(grouped_moe(x[rows], r_part, weights, config, backend="triton"))
 
     whole = run(slice(0, 64))
     for count in (1, 2, 3, 4, 8, 16, 32):
         for start in {0, 64 - count}:
             assert run(slice(start, start + count)).tobytes() == whole[start : start + count].tobytes()
-
-    def many(x: jax.Array, r: Routing, *args: Any, **options: Any) -> jax.Array:
-        batched = jax.tree.map(lambda a: jnp.concatenate([a, a]).reshape(16, 8, -1), (x, r))
-        return jax.vmap(lambda x, r: grouped_moe(x, r, *args, **options))(*batched).reshape(128, -1)
-
-    assert run(slice(0, 64), many).tobytes() == 2 * whole.tobytes()

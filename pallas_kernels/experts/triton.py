@@ -40,6 +40,17 @@ def _activate(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, LIMIT_AFT
 
 
 @triton.jit
+def multiply_add(w, v, total):
+    """``total + w @ v.T``. In f32 the products of a step are summed by themselves, as libraries do: one long chain of
+    additions loses several bits more. Triton makes one chain of a sum, not of a difference.
+    """
+    if w.dtype == tl.float32:
+        return total - tl.dot(-w, tl.trans(v), input_precision="ieee")
+    else:
+        return tl.dot(w, tl.trans(v), total)
+
+
+@triton.jit
 def _tile(
     w_ptr,
     w_row,
@@ -71,7 +82,7 @@ def _tile(
             inside = (start + k) < K
             w = tl.load(w_at, mask=w_live[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
             v = tl.load(v_at, mask=v_live[:, None] & inside[None, :], other=0.0)
-        total = tl.dot(w, tl.trans(v), total, input_precision="ieee")
+        total = multiply_add(w, v, total)
         w_at += BLOCK_K
         v_at += BLOCK_K
     return total

@@ -12,13 +12,14 @@ from ..checks import FLOATS, check_dtype, check_shape
 from ..dispatch import Backend, Choice, Operation, sharding_refusal
 from ..errors import InvalidArgument
 from ..route import Routing, route
-from . import reference, triton
+from . import mosaic, reference, triton
 from .weights import ExpertWeights, MoEConfig, check_weights
 
-# Best first. The module `triton` imports Triton itself only when it serves a call.
+# Best first. The modules of kernels import Triton and Mosaic only when they serve a call.
 GROUPED_MOE = Operation(
     "grouped_moe",
     (
+        Backend("mosaic", mosaic.grouped_moe, mosaic.refusal, mosaic.slower),
         Backend("triton", triton.grouped_moe, triton.refusal),
         Backend("reference", reference.grouped_moe, lambda *_: None),
     ),

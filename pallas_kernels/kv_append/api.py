@@ -52,8 +52,8 @@ def kv_append(
     of a Ref (``q, k_ref[...], v_ref[...] = kv_append(qkv, cos, sin, k_ref[...], v_ref[...], …)``). Called outside of
     ``jit``, or with pages that are used again later, it copies both pools.
 
-    Works under ``jit``, ``grad`` (reverse mode), ``vmap`` (each element with its own pages, by the reference) and inside
-    ``jax.shard_map``, there by the kernel only with ``check_vma=False``.
+    Works under ``jit``, ``grad`` (reverse mode), ``vmap`` (each element with its own pages, by the reference) and
+    inside ``jax.shard_map``, there by the kernel only with ``check_vma=False``.
 
     Args:
         qkv: ``[T, (heads + 2 * kv_heads) * D]``, bf16, f16, f32 or f64: a row's queries by head, then keys, then

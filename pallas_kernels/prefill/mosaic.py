@@ -1,0 +1,162 @@
+"""Experts' feed-forward block for many rows with Mosaic GPU kernels (sm_90), inside ``jax.jit``.
+
+Plan, rows copied into planned order, gate-up with its activation, down, sum over a token's pairs: five launches or
+seven. Rows are copied because the tensor copy engine of sm_90 cannot gather.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from ..dispatch import OutOfScope
+from ..grouped_moe.weights import ExpertWeights, MoEConfig
+from ..in_jit import call
+from ..plan.specs import block_count, power_of_two
+from ..route import Routing
+from ..spec import Argument, KernelSpec
+from .mosaic_kernel import DEPTH, STEP, MosaicTile, grouped_matmul
+from .specs import MAX_PAIRS
+from .steps import combine, plan
+
+MIN_ROWS = 65
+
+
+def copy_rows_spec(tokens: int, top_k: int, experts: int, hidden: int, tile: MosaicTile, *, dtype: str) -> KernelSpec:
+    """``x`` in planned order, and the table of a tile's blocks.
+
+    Inputs, in order: ``x`` ``[T, H]``; ``block_row`` int32 ``[N]`` and ``place`` int32 ``[T, k]`` of a plan
+    with blocks of `STEP` places. Outputs: ``sorted`` ``[N * STEP, H]``, padding not written; ``blocks`` int32
+    ``[B, 5]`` as `grouped_matmul` takes them, of which ``used`` int32 ``[1]`` are written.
+    """
+    from .mosaic_rows_triton import copy_rows
+
+    units = block_count(tokens, top_k, experts, STEP)
+    blocks = table_size(tokens * top_k, experts, tile)
+    columns = min(2048, power_of_two(hidden))
+    at_once = max(1, 4096 // columns)
+    return KernelSpec(
+        name="prefill_copy_rows",
+        function=copy_rows,
+        arguments=(
+            Argument("x_ptr", dtype, (tokens, hidden), "in"),
+            Argument("block_row_ptr", "int32", (units,), "in"),
+            Argument("place_ptr", "int32", (tokens, top_k), "in"),
+            Argument("sorted_ptr", dtype, (units * STEP, hidden), "out"),
+            Argument("blocks_ptr", "int32", (blocks, 5), "out"),
+            Argument("used_ptr", "int32", (1,), "out"),
+        ),
+        constexprs=(
+            ("TOP_K", top_k),
+            ("TOKENS", tokens),
+            ("UNITS", units),
+            ("EXPERTS_POW2", max(32, power_of_two(experts))),
+            ("PER_BLOCK", tile.rows // STEP),
+            ("GROUP", tile.group),
+            ("BLOCKS", blocks),
+            ("HIDDEN", hidden),
+            ("ROWS", at_once),
+            ("COLUMNS", columns),
+        ),
+        grid=(-(-hidden // columns), 1 + -(-tokens // at_once), 1),
+        num_warps=4,
+        num_stages=1,
+        enable_fp_fusion=False,
+        pdl=False,
+        reference=functools.partial(reference_copy, experts=experts, tile=tile),
+    )
+
+
+def table_size(pairs: int, experts: int, tile: MosaicTile) -> int:
+    """Most blocks of at most ``tile.rows`` places that the pairs of all experts fill, in groups."""
+    most, at_once = max(1, min(pairs, experts)), tile.rows * tile.group
+    return tile.group * ((pairs + most * STEP) // at_once + most)
+
+
+def reference_copy(
+    x: Float[Array, "T H"],
+    block_row: Int32[Array, " N"],
+    place: Int32[Array, "T k"],
+    *,
+    experts: int,
+    tile: MosaicTile,
+) -> tuple[Array, Array, Array]:
+    """`copy_rows_spec` in `jax.numpy`; what the kernel leaves unwritten is 0 here."""
+    row, (tokens, top_k) = jnp.asarray(block_row), place.shape
+    places = jnp.where(jnp.asarray(place) < 0, row.size * STEP, jnp.asarray(place)).reshape(-1)
+    ordered = jnp.zeros((row.size * STEP, x.shape[1]), x.dtype)
+    ordered = ordered.at[places].set(jnp.repeat(jnp.asarray(x), top_k, 0), mode="drop")
+    units = (row[:, None] == jnp.arange(experts)).sum(0, dtype=jnp.int32)
+    count = tile.group * -(-units // (tile.rows // STEP * tile.group))
+    last = jnp.cumsum(count)
+    size = table_size(tokens * top_k, experts, tile)
+    owner = (last[None, :] <= jnp.arange(size)[:, None]).sum(1, dtype=jnp.int32)
+    at = jnp.minimum(owner, experts - 1)
+    table = jnp.stack([at, (last - count)[at], count[at], (jnp.cumsum(units) - units)[at], units[at]], 1)
+    table = jnp.where((owner < experts)[:, None], table, 0).astype(jnp.int32)
+    return ordered, table, last[-1:].astype(jnp.int32)
+
+
+def mosaic_tile_for(pairs: int, experts: int) -> MosaicTile:
+    """The tile for a launch: the best of those measured on an H200 at `benchmarks/mosaic_sweep.py`'s shapes.
+
+    Two programs share weights where an expert has rows for two tiles.
+    """
+    return MosaicTile(rows=144, sizes=(32, 64, 96, 112, 120, 128, 136, 144), share=pairs > 144 * experts)
+
+
+def ffn(
+    x: Float[Array, "T H"],
+    routing: Routing,
+    weights: ExpertWeights,
+    config: MoEConfig,
+    residual: Float[Array, "T H"] | None = None,
+    *,
+    tile: MosaicTile | None = None,
+) -> Float[Array, "T H"]:
+    """Every pair through its expert; a token's pairs weighted and added in rank order, then ``residual``.
+
+    A pair's vector is rounded to the dtype of ``x`` before the sum, which is f32. Its bits depend on its row and its
+    expert alone, not on what else the call holds.
+
+    Args:
+        x: bf16 or f16, T at least 1; H and I multiples of 64.
+        routing: f32 weights and int32 ids ``[T, k]``; an id of -1 or E adds exactly 0.
+        tile: by default `mosaic_tile_for`.
+
+    Raises:
+        InvalidArgument: more than `MAX_PAIRS` pairs.
+    """
+    tokens, hidden = x.shape
+    experts = weights.down.shape[0]
+    top_k = routing.ids.shape[1]
+    tile = tile or mosaic_tile_for(tokens * top_k, experts)
+    planned = plan(routing.ids, experts, STEP)
+    spec = _copy_rows_spec(tokens, top_k, experts, hidden, tile, dtype=x.dtype.name)
+    ordered, blocks, used = call(spec, (x, planned.block_row, planned.place))
+    inner_rows = grouped_matmul(
+        ordered, weights.gate_up, weights.gate_up_bias, blocks, used, activation=config.activation, tile=tile
+    )
+    pair = grouped_matmul(inner_rows, weights.down, weights.down_bias, blocks, used, activation=None, tile=tile)
+    return combine(pair, planned.place, routing.weights, residual)
+
+
+_copy_rows_spec = functools.cache(copy_rows_spec)
+
+
+def refusal(x: Any, routing: Any, weights: Any, config: MoEConfig) -> str | None:
+    """Why `ffn` cannot serve a call, or None, as far as shapes and dtypes go."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return OutOfScope(f"{x.dtype.name} rows: the kernels take bfloat16 and float16")
+    tokens, hidden = x.shape
+    inner = weights.down.shape[2]
+    if tokens < MIN_ROWS:
+        return OutOfScope(f"{tokens} rows: the kernels are made for {MIN_ROWS} and more")
+    if routing.ids.size > MAX_PAIRS:
+        return OutOfScope(f"{routing.ids.size} pairs of row and expert: the kernels take {MAX_PAIRS} at most")
+    if hidden % DEPTH or inner % DEPTH:
+        return OutOfScope(f"H={hidden} and I={inner}: the kernels take multiples of {DEPTH}")
+    return None
