@@ -1,8 +1,9 @@
 """Search tiles on a GPU and write tuned data.
 
     python benchmarks/tune.py [--op expert_ffn|prefill] [--shape NAME|H,I,E,K …] [--rows N,N,…] [--seconds N]
-                              [--cubins FOLDER] [--out FOLDER] [--log FILE]
+                              [--cubins FOLDER] [--out FOLDER] [--log FILE] [--trials FILE]
 
+A search that was killed goes on where it stopped if it is started again with the same --trials.
 Kernels for at most 64 rows come from the folder of cubins (experts_build.py --tune builds them elsewhere, with the
 Triton that users get); what it lacks is compiled into it first. `--log` keeps every trial.
 """
@@ -30,6 +31,7 @@ from experts_cases import BUCKETS, Arithmetic, Planned, arithmetics, default_sha
 from moe_jax.bench import launches
 from moe_jax.bench.cases import Ceilings, Shape, mean_floor_us, name_of, parse_rows, parse_shape
 from moe_jax.bench.contenders import Work, chain
+from moe_jax.bench.journal import Journal
 from moe_jax.bench.launches import DTYPE
 from moe_jax.bench.layer import Layer, Step
 from moe_jax.bench.run import ERROR_BOUND, steps_for
@@ -41,14 +43,15 @@ from moe_jax.pallas_kernels.route import Routing
 from moe_jax.pallas_kernels.tuned import source_hash, store
 from moe_jax.pallas_kernels.tuned.lookup import DATA
 
+type Measure = Callable[[Any], tuple[float, float]]
 PREFILL_ROWS = (256, 1024, 4096, 16384)
 
 
 class Bench:
     """The device, its ceilings, and the layer that is being tuned."""
 
-    def __init__(self, timer: Timer, device: jax.Device, seed: int):
-        self.timer, self.device = timer, device
+    def __init__(self, timer: Timer, device: jax.Device, seed: int, journal: Path | None = None):
+        self.timer, self.device, self.journal = timer, device, journal
         self.rng = np.random.default_rng(seed)
         self.ceilings: Ceilings = timer.ceilings()
         self.trials: list[dict[str, Any]] = []
@@ -67,6 +70,11 @@ class Bench:
         if not error <= ERROR_BOUND:
             raise InvalidArgument("relative error", where=work.configuration, got=error, wanted=ERROR_BOUND)
         return median_and_spread([us / len(steps) for us in self.timer.time(work).us])
+
+    def remembered(self, op: str, shape: Shape, tokens: int, measure: Measure) -> Measure:
+        """``measure``, asked only for what earlier searches with the same journal did not measure."""
+        journal = Journal(self.journal, device=self.device.device_kind, source=source_hash(op))
+        return journal.remember(measure, op=op, shape=list(shape), tokens=tokens)
 
     def keep(self, op: str, shape: Shape, tokens: int, outcome: Outcome, floor: float) -> None:
         """Log the trials of a search and say what it found."""
@@ -113,7 +121,8 @@ def tune_experts(
             def measure(tile: Any, tokens: int = tokens, steps: Sequence[Step] = steps) -> tuple[float, float]:
                 return bench.measure(layer, steps, work(layer, steps, Planned(shape, tokens, tile, False)))
 
-            outcome = search(tiles(shape, tokens, value), measure, mine.part(1 / (len(rows) - j)))
+            known = bench.remembered("expert_ffn", shape, tokens, measure)
+            outcome = search(tiles(shape, tokens, value), known, mine.part(1 / (len(rows) - j)))
             bench.keep("expert_ffn", shape, tokens, outcome, floor)
             if outcome.best:
                 found.setdefault(value, {})[tokens] = outcome.best
@@ -144,7 +153,8 @@ def tune_prefill(
             def measure(tile: Any, module: Any = module, steps: Sequence[Step] = steps) -> tuple[float, float]:
                 return bench.measure(layer, steps, prefill_work(layer, steps, module, tile))
 
-            outcome = search(candidates(shape, tokens), measure, mine.part(1 / (len(modules) - i)))
+            known = bench.remembered(op, shape, tokens, measure)
+            outcome = search(candidates(shape, tokens), known, mine.part(1 / (len(modules) - i)))
             bench.keep(op, shape, tokens, outcome, floor)
             if outcome.best:
                 best[op] = outcome.best
@@ -184,6 +194,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=DATA)
     parser.add_argument("--log", type=Path)
+    parser.add_argument("--trials", type=Path)
     args = parser.parse_args()
     clock = Clock(args.seconds)
     shapes = [parse_shape(text) for text in args.shape] or default_shapes()
@@ -197,7 +208,7 @@ def main() -> None:
             if "FAILED" in line:
                 print(line, flush=True)
         print(f"built, {clock.spent:.0f} s", flush=True)
-    bench = Bench(CudaTimer(device, None, capability), device, seed=int(time.time()))
+    bench = Bench(CudaTimer(device, None, capability), device, int(time.time()), args.trials)
     print(bench.ceilings, flush=True)
     builders: set[str] = set()
 
