@@ -58,7 +58,7 @@ def tiles(shape: Shape, tokens: int, arithmetic: Arithmetic) -> list[Tile]:
     if tokens == 1:
         found = [
             *(change(block_n=n, num_stages=s) for n in (8, 16) for s in (3, 4, 5, 6)),
-            change(lag=4), change(lag=2, block_n=8, num_stages=6), change(block_n=8, num_stages=6, prefetch=256),
+            change(lag=4), change(lag=2, block_n=8, num_stages=6),
         ]  # fmt: skip
     else:
         narrow = 8 if tokens <= 8 else base.block_n

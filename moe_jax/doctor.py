@@ -222,29 +222,32 @@ def _missing_packages(machine: Machine) -> list[Problem]:
 
 
 def operations() -> list[Operation]:
-    """What each operation takes for bf16 arrays on JAX's default device, and why. Runs nothing."""
+    """What each operation takes for bf16 arrays on JAX's default device, and why. The expert block twice: for a decode
+    step and for a prompt. Runs nothing.
+    """
     from moe_jax.pallas_kernels.grouped_moe import Activation, ExpertWeights, MoEConfig, explain
-    from moe_jax.pallas_kernels.grouped_moe.api import GROUPED_MOE
     from moe_jax.pallas_kernels.route import RouterConfig, Routing
     from moe_jax.pallas_kernels.route.api import ROUTE
 
-    rows, hidden, inner, router = 1, 128, 128, RouterConfig(experts=8, top_k=2)
+    hidden, inner, router = 128, 128, RouterConfig(experts=8, top_k=2)
     config = MoEConfig(router=router, activation=Activation(name="swiglu", layout="halves"))
-    routing = Routing(weights=jnp.full((rows, 2), 0.5, jnp.float32), ids=jnp.zeros((rows, 2), jnp.int32))
     weights = ExpertWeights(
         gate_up=jnp.zeros((router.experts, 2 * inner, hidden), jnp.bfloat16),
         down=jnp.zeros((router.experts, hidden, inner), jnp.bfloat16),
     )
-    route = ROUTE.choose(jnp.zeros((rows, router.experts), jnp.float32), router, None)[1]
-    moe = explain(jnp.zeros((rows, hidden), jnp.bfloat16), routing, weights, config)
-    return [_operation(route, len(ROUTE.backends)), _operation(moe, len(GROUPED_MOE.backends))]
+    found = [_operation("route", ROUTE.explain(jnp.zeros((1, router.experts), jnp.float32), router, None))]
+    for rows, name in ((1, "grouped_moe, 1 row"), (4096, "grouped_moe, 4096 rows")):
+        routing = Routing(weights=jnp.full((rows, 2), 0.5, jnp.float32), ids=jnp.zeros((rows, 2), jnp.int32))
+        choice = explain(jnp.zeros((rows, hidden), jnp.bfloat16), routing, weights, config)
+        found.append(_operation(name, choice))
+    return found
 
 
-def _operation(choice: Choice, backends: int) -> Operation:
-    reasons = [f"{name} declined: {reason}" for name, reason in choice.declined]
-    if not reasons:
-        reasons = ["the only back end in this version" if backends == 1 else "the best of its back ends can serve"]
-    return Operation(name=choice.operation, backend=choice.backend, why="; ".join(reasons))
+def _operation(name: str, choice: Choice) -> Operation:
+    reasons = [f"{other} declined: {reason}" for other, reason in choice.declined]
+    if choice.detail is not None:
+        reasons.append(choice.detail)
+    return Operation(name=name, backend=choice.backend, why="; ".join(reasons) or "the best of its back ends can serve")
 
 
 def _describe(device: jax.Device) -> Device:

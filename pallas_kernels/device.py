@@ -24,6 +24,19 @@ def device_of(array: Any) -> jax.Device:
     return wanted
 
 
+def capability_of(array: Any) -> int:
+    """Of the device of `device_of`, 90 for 9.0. Where it is not known, as when tracing for a GPU elsewhere, 80."""
+    found = getattr(device_of(array), "compute_capability", None) or "8.0"
+    return int(found.replace(".", ""))
+
+
+def shared_memory(capability: int) -> int:
+    """KiB of shared memory that a program may take (CUDA programming guide, table of technical specifications)."""
+    if capability in (80, 87):
+        return 163
+    return 227 if 90 <= capability < 120 else 99
+
+
 def triton_refusal(device: jax.Device) -> str | None:
     """Why ``jax_triton.triton_call`` cannot serve a device, or None. Decided once per kind of device."""
     return _refusal(device.platform, device.device_kind, getattr(device, "compute_capability", None))

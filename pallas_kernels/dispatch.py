@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -33,24 +33,28 @@ class Backend:
         run: serves a call.
         refusal: why it cannot, or None.
         slower: why a later one serves a call better, or None; asked only when nobody named a back end.
+        detail: how it would serve a call, e.g. where its tile comes from; asked by `Operation.explain` alone.
     """
 
     name: str
     run: Callable[..., Any]
     refusal: Callable[..., str | None]
     slower: Callable[..., str | None] | None = None
+    detail: Callable[..., str] | None = None
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which back end serves a call, and the reason of each better one that declined."""
+    """Which back end serves a call, the reason of each better one that declined, and how the call would be served."""
 
     operation: str
     backend: str
     declined: tuple[tuple[str, str], ...] = ()
+    detail: str | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.operation}: {self.backend}"]
+        lines += [] if self.detail is None else [f"  {self.detail}"]
         lines += [f"  {name} declined: {reason}" for name, reason in self.declined]
         return "\n".join(lines)
 
@@ -96,6 +100,11 @@ class Operation:
             wanted="arguments that one of these back ends takes",
             declined=declined,
         )
+
+    def explain(self, *args: Any, backend: str = "auto") -> Choice:
+        """What `choose` chooses, with the back end's own word on it. Runs nothing; raises what `choose` raises."""
+        chosen, choice = self.choose(*args, backend=backend)
+        return choice if chosen.detail is None else replace(choice, detail=chosen.detail(*args))
 
     def __call__(self, *args: Any, backend: str = "auto") -> Any:
         """Choose and run. On a GPU a declined kernel is reported once per reason, unless that is `OutOfScope`."""

@@ -14,6 +14,8 @@ from .errors import InvalidArgument
 
 Role = Literal["in", "inout", "state", "out", "scratch"]
 GIVEN: tuple[Role, ...] = ("in", "inout")
+# CUDA's limits on the programs of a launch.
+MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
 
 
@@ -85,6 +87,9 @@ class KernelSpec:
         unknown = [a.dtype for a in self.arguments if a.dtype not in DTYPES]
         if unknown:
             raise InvalidArgument("dtype", where=f"KernelSpec({self.name!r})", got=unknown, wanted=", ".join(DTYPES))
+        if not all(1 <= count <= most for count, most in zip(self.grid, MOST_PROGRAMS, strict=True)):
+            wanted = f"1 to {MOST_PROGRAMS} in each dimension"
+            raise InvalidArgument("grid", where=f"KernelSpec({self.name!r})", got=self.grid, wanted=wanted)
 
     @property
     def inputs(self) -> tuple[Argument, ...]:

@@ -232,7 +232,9 @@ def test_doctor_on_this_machine(command):
     report = json.loads(out)
     assert code == (0 if report["ok"] else 1)
     assert report["machine"]["packages"]["jax"].startswith("0.11.")
-    assert {operation["name"] for operation in report["operations"]} == {"route", "grouped_moe"}
+    assert {operation["name"] for operation in report["operations"]} == {
+        *("route", "grouped_moe, 1 row", "grouped_moe, 4096 rows")
+    }
 
 
 def test_doctor_on_a_plain_cpu_machine_says_ok(command, monkeypatch):
@@ -240,7 +242,7 @@ def test_doctor_on_a_plain_cpu_machine_says_ok(command, monkeypatch):
     code, out, _ = command("doctor")
     assert code == 0
     assert "NVIDIA driver: none" in out
-    assert "operation grouped_moe: reference (" in out
+    assert "operation grouped_moe, 4096 rows: reference (" in out
     assert out.splitlines()[-1].startswith("OK: no NVIDIA GPU here")
 
 

@@ -45,6 +45,18 @@ def test_the_first_that_serves_is_chosen() -> None:
     assert op.choose(1, backend="reference")[1] == Choice("sum", "reference")
 
 
+def test_how_a_call_would_be_served_is_asked_by_explain_alone() -> None:
+    asked: list[int] = []
+    chosen = Backend("triton", lambda x: x, lambda x: None, detail=lambda x: asked.append(x) or f"tile of {x}")
+    op = Operation("sum", (Backend("mosaic", lambda x: x, lambda x: "no", detail=lambda x: "never"), chosen))
+    assert (op(3), op.choose(3)[1].detail, asked) == (3, None, [])
+    assert str(op.explain(3)) == "sum: triton\n  tile of 3\n  mosaic declined: no"
+    assert asked == [3]
+    assert op.explain(4, backend="triton").detail == "tile of 4"
+    plain = operation([], reference=None)
+    assert plain.explain(1) == plain.choose(1)[1]
+
+
 def test_C114_a_back_end_that_was_asked_for_never_gives_way() -> None:
     log: list[str] = []
     op = operation(log, triton="no CUDA device: jax 0.11.2 sees only cpu", reference=None)

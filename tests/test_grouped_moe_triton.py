@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +23,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from backends import assert_close, layer, normal, random_ids, routing
-from moe_jax.pallas_kernels import as_operation, device, dispatch
+from moe_jax.pallas_kernels import as_operation, device, dispatch, tuned
 from moe_jax.pallas_kernels.errors import CannotServe, SlowPathWarning
+from moe_jax.pallas_kernels.experts import tile_for
 from moe_jax.pallas_kernels.grouped_moe import ExpertWeights, explain, grouped_moe, mosaic, triton
-from moe_jax.pallas_kernels.prefill import specs
+from moe_jax.pallas_kernels.prefill import mosaic as prefill_mosaic
+from moe_jax.pallas_kernels.prefill import prefill_tile_for, specs
+from moe_jax.pallas_kernels.prefill import triton as prefill_triton
 from moe_jax.pallas_kernels.route import Routing, route
+from moe_jax.pallas_kernels.tuned import store
+from moe_jax.pallas_kernels.tuned.lookup import _content, _installed_builder
 
 ROOT = Path(__file__).parents[1]
 CONFIG, WEIGHTS = layer(4, 2, 16, 12, biases=True, shared=8)
@@ -70,6 +77,15 @@ def reason(x: jax.Array, logits: jax.Array, weights: ExpertWeights) -> str:
 )
 def test_other_devices_are_refused_with_both_values(found: Any, wanted: str) -> None:
     assert re.match(wanted, device.triton_refusal(found) or "")
+
+
+def test_capability_and_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device.capability_of(np.ones(3)) == 80
+    for found, wanted in (("8.9", 89), ("9.0", 90), ("12.0", 120)):
+        monkeypatch.setattr(device, "device_of", lambda array, found=found: Device("gpu", "GPU", found))
+        assert device.capability_of(np.ones(3)) == wanted
+    sizes = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+    assert {capability: device.shared_memory(capability) for capability in sizes} == sizes
 
 
 def test_newer_devices_are_taken_and_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,22 +160,100 @@ def test_more_pairs_than_places_can_count_go_to_the_reference(monkeypatch: pytes
 @pytest.mark.usefixtures("on_gpu")
 def test_hopper_takes_many_rows_by_mosaic_and_says_when_triton_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Device("gpu", "NVIDIA H200", "9.0")
-    monkeypatch.setattr(mosaic, "device_of", lambda array: found)
-    config, weights = layer(4, 2, 16, 16, dtype="bfloat16")
+    for module in (mosaic, prefill_mosaic):
+        monkeypatch.setattr(module, "device_of", lambda array: found)
+    config, weights = layer(4, 2, 64, 64, dtype="bfloat16")
 
     def choice(rows: int, weights: ExpertWeights = weights, dtype: str = "bfloat16") -> Any:
-        return explain(jnp.zeros((rows, 16), dtype), jnp.zeros((rows, 4)), weights, config)
+        return explain(jnp.zeros((rows, 64), dtype), jnp.zeros((rows, 4)), weights, config)
 
-    assert str(choice(4096)) == "grouped_moe: mosaic"
+    assert str(choice(4096)) == "grouped_moe: mosaic\n  tile: heuristic: no tuned data for NVIDIA H200"
     assert str(choice(100)).endswith("mosaic declined: 50 rows an expert on average: Triton is faster below 96")
     assert "mosaic declined: 64 rows" in str(choice(64))
-    assert str(explain(jnp.zeros((100, 16), jnp.bfloat16), jnp.zeros((100, 4)), weights, config, backend="mosaic")) == (
-        "grouped_moe: mosaic"
-    )
-    wide = layer(4, 2, 16, 16)[1]
-    assert "mosaic declined: dtype float32" in str(choice(4096, wide, "float32"))
+    named = explain(jnp.zeros((100, 64), jnp.bfloat16), jnp.zeros((100, 4)), weights, config, backend="mosaic")
+    assert (named.backend, named.declined) == ("mosaic", ())
+    wide = layer(4, 2, 64, 64)[1]
+    assert "mosaic declined: float32 rows" in str(choice(4096, wide, "float32"))
+    # Weights in another order are no reason where none of the rows could be served.
+    turned = jax.device_put(weights.down, Format(Layout((0, 2, 1)), weights.down.sharding))
+    turned = ExpertWeights(gate_up=weights.gate_up, down=turned)
+    assert dict(choice(64, turned).declined)["mosaic"].startswith("64 rows")
+    assert dict(choice(4096, turned).declined)["mosaic"].startswith("weights.down lies")
     monkeypatch.setattr(mosaic, "device_of", lambda array: Device("gpu", "NVIDIA B200", "10.0"))
     assert "mosaic declined: NVIDIA B200 has compute capability 10.0" in str(choice(4096))
+
+
+@pytest.fixture
+def tuned_h200(on_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """An H200, and a function that writes tuned data for it: operation, tokens, tile, for (H, I, E, k) as `SHAPE`."""
+    pytest.importorskip("triton")
+    found = Device("gpu", "NVIDIA H200", "9.0")
+    for module in (triton, mosaic, prefill_triton, prefill_mosaic):
+        monkeypatch.setattr(module, "device_of", lambda array: found)
+    for module, name in (
+        (tuned, "lookup"), (tuned, "tuned_tile_for"), (prefill_triton, "choose"), (prefill_mosaic, "choose")
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), folder=tmp_path))
+    caches = (triton._specs, mosaic._measured, prefill_triton._chosen, prefill_mosaic._chosen)
+
+    def clear() -> None:
+        for cached in caches:
+            cached.cache_clear()
+
+    def write(op: str, tokens: int, tile: dict[str, Any]) -> None:
+        entry = {"shape": list(SHAPE), "dtype": "bfloat16", "tokens": tokens, "tile": tile}
+        store.write(tmp_path, found.device_kind, op, tuned.source_hash(op), _installed_builder(), "", [entry])
+        _content.cache_clear()
+        clear()
+
+    clear()
+    yield write
+    clear()
+
+
+SHAPE = (64, 128, 4, 2)
+
+
+def tuned_case(rows: int) -> tuple[Any, ...]:
+    config, weights = layer(4, 2, 64, 128, dtype="bfloat16")
+    return jnp.zeros((rows, 64), jnp.bfloat16), routing(random_ids(2, rows, 2, 4)), weights, config
+
+
+def test_tuned_tiles_are_what_the_launches_take(tuned_h200: Callable[..., None]) -> None:
+    base = tile_for(16, 2, 4, 64, 128, "bfloat16")
+    tuned_h200("expert_ffn", 16, dataclasses.asdict(dataclasses.replace(base, num_stages=6)))
+    assert str(explain(*tuned_case(9))).startswith("grouped_moe: triton\n  tile: tuned data for NVIDIA H200, 16 rows\n")
+    made = triton._specs(9, 2, 4, 64, 128, "bfloat16", "NVIDIA H200", CONFIG.activation, False, False, False)[1]
+    assert made.num_stages == 6
+    elsewhere = triton._specs(9, 2, 4, 64, 128, "bfloat16", "NVIDIA A100", CONFIG.activation, False, False, False)[1]
+    assert elsewhere.num_stages == base.num_stages != 6
+    assert "tile: heuristic: tuned data for expert_ffn at (64, 128, 4, 2)" in str(explain(*tuned_case(17)))
+
+
+def test_tuned_tiles_for_many_rows_are_what_the_launches_take(tuned_h200: Callable[..., None]) -> None:
+    x, r, weights, _ = tuned_case(100)
+    sizes = weights.down.shape
+    base = prefill_tile_for(100, 2, *(sizes[i] for i in range(3)), "bfloat16")
+    tile = dataclasses.replace(base, gate_up=dataclasses.replace(base.gate_up, group=5))
+    assert prefill_triton.chosen_tile(x, r, sizes).tile == base
+    tuned_h200("prefill_triton", 256, dataclasses.asdict(tile))
+    assert prefill_triton.chosen_tile(x, r, sizes).tile == tile
+    assert "triton\n  tile: tuned data for NVIDIA H200, 256 rows" in str(explain(*tuned_case(100)))
+    other = prefill_mosaic.candidates(SHAPE, 1024)[2]
+    tuned_h200("prefill_mosaic", 1024, dataclasses.asdict(other))
+    x, r, weights, config = tuned_case(1000)
+    assert prefill_mosaic.chosen_tile(x, r, sizes).tile == other
+    assert str(explain(x, r, weights, config)) == "grouped_moe: mosaic\n  tile: tuned data for NVIDIA H200, 1024 rows"
+
+
+def test_which_kernels_are_faster_for_many_rows_is_tuned_too(tuned_h200: Callable[..., None]) -> None:
+    for rows, kernels, other in ((100, "triton", "mosaic"), (1000, "mosaic", "triton")):
+        assert explain(*tuned_case(rows)).backend == kernels
+        tuned_h200("prefill", rows, {"backend": other})
+        assert explain(*tuned_case(rows)).backend == other
+    assert explain(*tuned_case(2000)).backend == "mosaic"  # where data ends, the rule
+    reasons = dict(explain(*tuned_case(1000)).declined)
+    assert reasons == {"mosaic": "Triton is faster here: tuned data for NVIDIA H200, 1000 rows"}
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -213,9 +307,9 @@ def test_specs_are_made_once_for_equal_shapes() -> None:
     pytest.importorskip("triton")
     config, again = layer(4, 2, 16, 12)[0], layer(4, 2, 16, 12)[0]
     options = (False, False, True)
-    first = triton._specs(5, 2, 4, 16, 12, "float32", config.activation, *options)
-    assert first is triton._specs(5, 2, 4, 16, 12, "float32", again.activation, *options)
-    assert triton._specs(1, 2, 4, 16, 12, "float32", config.activation, *options)[0] is None
+    first = triton._specs(5, 2, 4, 16, 12, "float32", "cpu", config.activation, *options)
+    assert first is triton._specs(5, 2, 4, 16, 12, "float32", "cpu", again.activation, *options)
+    assert triton._specs(1, 2, 4, 16, 12, "float32", "cpu", config.activation, *options)[0] is None
 
 
 @pytest.mark.parametrize(("rows", "few"), [(1, True), (64, True), (65, False)])
@@ -309,6 +403,17 @@ def kernels(text: str) -> int:
 def test_lowers_for_cuda(name: str) -> None:
     f, args, count = transformed(op)[name]
     assert kernels(lowered(f, *args)) == count
+
+
+@pytest.mark.usefixtures("for_hopper")
+@pytest.mark.parametrize(("size", "loops"), [(1, False), (2, True)])
+def test_a_batch_of_more_pairs_than_places_can_count_goes_in_several(
+    size: int, loops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(specs, "MAX_PAIRS", 20)
+    args = normal(1, (size, 7, 16)), normal(2, (size, 7, 4)), WEIGHTS  # 14 pairs each, a shape of this test alone
+    text = lowered(jax.vmap(op, in_axes=(0, 0, None)), *args)
+    assert (kernels(text), "stablehlo.while" in text) == (2, loops)
 
 
 @pytest.mark.usefixtures("for_hopper")

@@ -14,10 +14,21 @@ import pytest
 
 from moe_jax.errors import InvalidArgument
 from moe_jax.pallas_kernels.experts import Tile, tile_for
+from moe_jax.pallas_kernels.grouped_moe import Activation
+from moe_jax.pallas_kernels.prefill import (
+    PrefillTile,
+    combine_spec,
+    down_spec,
+    gate_up_spec,
+    plan_specs,
+    prefill_tile_for,
+)
+from moe_jax.pallas_kernels.prefill.mosaic_kernel import MosaicTile
+from moe_jax.pallas_kernels.spec import _sources
 from moe_jax.pallas_kernels.tuned import Found, Refused, choose, lookup, source_hash, tuned_tile_for
 from moe_jax.pallas_kernels.tuned.lookup import DATA, file_name, load
 from moe_jax.pallas_kernels.tuned.store import write
-from moe_jax.pallas_kernels.tuned.tiles import rebuild
+from moe_jax.pallas_kernels.tuned.tiles import _SOURCES, rebuild
 
 ROOT = Path(__file__).parents[1]
 DEVICE = "NVIDIA H200"
@@ -70,6 +81,20 @@ def test_data_of_another_source_is_refused_naming_both(tmp_path):
     assert isinstance(got, Refused)
     assert got.reason == "tuned data of another source: aaaaaaaaaaaa…, the kernel here is bbbbbbbbbbbb…"
     assert got.fixed == {}
+
+
+def test_no_kernel_is_hashed_where_there_is_no_data(tmp_path):
+    asked = []
+
+    def found():
+        source = lambda: asked.append(1) or SOURCE  # noqa: E731
+        return lookup("expert_ffn", SHAPE, 1, "bfloat16", DEVICE, source, builder=BUILDER, folder=tmp_path)
+
+    assert isinstance(found(), Refused)
+    assert asked == []
+    put(tmp_path, entry(1))
+    assert isinstance(found(), Found)
+    assert asked == [1]
 
 
 def test_another_compiler_is_used_and_noted(tmp_path):
@@ -216,13 +241,13 @@ def test_writing_keeps_other_shapes_of_the_same_source_only(tmp_path):
 
 
 def test_shipped_data_is_valid_and_filed_under_its_device():
+    kinds = {"expert_ffn": Tile, "prefill_triton": PrefillTile, "prefill_mosaic": MosaicTile}
     for path in DATA.glob("*"):
         assert path.name == file_name(load(path)["device"])
         for op, operation in load(path)["operations"].items():
             assert operation["entries"], op
-            if op == "expert_ffn":
-                for e in operation["entries"]:
-                    rebuild(Tile, e["tile"])
+            for e in operation["entries"]:
+                assert rebuild(kinds[op], e["tile"]) if op in kinds else set(e["tile"]) == {"backend"}
 
 
 def test_the_source_of_an_operation():
@@ -231,6 +256,22 @@ def test_the_source_of_an_operation():
     assert len({source_hash(op) for op in ("expert_ffn", "prefill_triton", "prefill_mosaic", "prefill")}) == 4
     with pytest.raises(InvalidArgument, match="linear"):
         source_hash("linear")
+
+
+def test_every_file_that_a_prefill_kernel_reaches_makes_data_stale():
+    pytest.importorskip("triton")
+    shape, tile = (300, 2, 4, 64, 128), prefill_tile_for(300, 2, 4, 64, 128, "bfloat16")
+    activation = Activation(name="swiglu", layout="halves")
+    places = down_spec(*shape, dtype="bfloat16", tile=tile).outputs[0].shape[0]
+    kernels = (
+        *plan_specs(300, 2, 4, tile.block),
+        gate_up_spec(*shape, dtype="bfloat16", activation=activation, tile=tile),
+        down_spec(*shape, dtype="bfloat16", tile=tile),
+        combine_spec(300, 2, places, 64, dtype="bfloat16"),
+    )
+    names = {text.split("\n")[0].rsplit(".", 1)[0] for spec in kernels for text in _sources(spec.function)}
+    files = {f"{name.split('pallas_kernels.')[1].replace('.', '/')}.py" for name in names}
+    assert files and files <= set(_SOURCES["prefill_triton"])
 
 
 def test_C68_the_same_tile_in_another_process_and_hash_seed(tmp_path):

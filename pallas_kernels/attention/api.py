@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int32
 
 from ..as_operation import as_operation, copy_refusal, kernel_refusal
 from ..checks import FLOATS, check_dtype, check_shape
+from ..device import capability_of
 from ..dispatch import Backend, Operation, sharding_refusal
 from ..errors import InvalidArgument
 from ..spec import KernelSpec
@@ -121,6 +122,7 @@ def _specs(*args) -> tuple[KernelSpec, KernelSpec]:
         scale=scale,
         window=window,
         sink=sink is not None,
+        capability=capability_of(q),
     )
 
 

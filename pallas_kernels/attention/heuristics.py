@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..device import shared_memory
+
 MAX_ROWS = 64
 # Keys of a tile, half of them in float32; splits that the second pass reduces at a time.
 TILE = 64
@@ -43,10 +45,15 @@ def tile_keys(dtype: str) -> int:
     return TILE // 2 if dtype == "float32" else TILE
 
 
-def schedule_for(rows: int, dim: int = 128, dtype: str = "bfloat16") -> Schedule:
-    """One row has few pieces: all keys of a run in flight. More rows: two programs on a multiprocessor."""
-    wide = dim > 128 or dtype == "float32"
-    return Schedule(num_stages=5 if rows == 1 and not wide else 3, num_warps=8 if wide else 4)
+def schedule_for(rows: int, dim: int = 128, dtype: str = "bfloat16", *, capability: int = 90) -> Schedule:
+    """One row has few pieces: all keys of a run in flight. More rows: two programs on a multiprocessor.
+
+    Args:
+        capability: of the device; says how many keys fit its shared memory.
+    """
+    wide, small = dim > 128 or dtype == "float32", shared_memory(capability) <= 99
+    stages = 5 if rows == 1 and not wide and not small else 2 if dim > 128 and small else 3
+    return Schedule(num_stages=stages, num_warps=8 if wide else 4)
 
 
 def group_rows(rows_of_sequence: int, share: int) -> int:

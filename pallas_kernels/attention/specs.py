@@ -27,6 +27,7 @@ def attention_specs(
     window: int | None = None,
     sink: bool = False,
     schedule: Schedule | None = None,
+    capability: int = 90,
     pdl: bool = False,
 ) -> tuple[KernelSpec, KernelSpec]:
     """Grouped-query attention of 1 to 64 rows over pages, as two launches: splits, then their sum.
@@ -46,7 +47,7 @@ def attention_specs(
         scale: of the scores; None: ``dim ** -0.5``.
         window: keys that a row sees, its own with them; None: all.
         sink: a logit of each head joins the softmax and brings no value.
-        schedule: by default `schedule_for`.
+        schedule: by default `schedule_for` the capability, 90 for 9.0.
         pdl: launch while the kernel before still runs (sm_90).
 
     Raises:
@@ -70,7 +71,7 @@ def attention_specs(
         raise InvalidArgument("window", where=where, got=window, wanted="at least 1, or None")
     from .triton import attend, combine
 
-    schedule, tile = schedule or schedule_for(rows, dim, dtype), tile_keys(dtype)
+    schedule, tile = schedule or schedule_for(rows, dim, dtype, capability=capability), tile_keys(dtype)
     run, split = schedule.run, schedule.run * schedule.runs
     share = heads // kv_heads
     together = group_rows(rows_of_sequence, share)

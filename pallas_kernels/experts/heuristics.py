@@ -18,7 +18,6 @@ class Tile:
         num_stages: loads in flight.
         lag: blocks of gate-up that start before the first down tile.
         programs: programs that share the tiles of two rows or more; as many as the device holds at once.
-        prefetch: reduced elements of each down row that are asked into L2 while waiting for gate-up.
         backoff: nanoseconds between two looks at an arrival count.
         spread: 32-bit words between the arrival counts of two blocks; 32 gives each a cache line.
     """
@@ -30,7 +29,6 @@ class Tile:
     num_stages: int
     lag: int
     programs: int
-    prefetch: int
     backoff: int
     spread: int
 
@@ -44,8 +42,7 @@ def tile_for(tokens: int, top_k: int, experts: int, hidden: int, inner: int, dty
     """The tile for a launch of at most `MAX_ROWS` rows."""
     if dtype == "float32":
         return Tile(
-            block_m=32, block_k=32, num_warps=4, block_n=16, num_stages=3, lag=8, programs=264, prefetch=0, backoff=100,
-            spread=32,
+            block_m=32, block_k=32, num_warps=4, block_n=16, num_stages=3, lag=8, programs=264, backoff=100, spread=32,
         )  # fmt: skip
     mean = tokens * top_k / min(experts, tokens * top_k)
     block_n = 8 if 1 < tokens <= 8 else 16 if mean <= 8 else 32
@@ -53,5 +50,5 @@ def tile_for(tokens: int, top_k: int, experts: int, hidden: int, inner: int, dty
     stages, programs = (4, 396 if tokens <= 8 else 264) if inner > 2048 or tokens <= 8 else (3, 528)
     return Tile(
         block_m=64, block_k=128, num_warps=4, block_n=block_n, num_stages=stages, lag=8 if tokens == 1 else 24,
-        programs=programs, prefetch=0, backoff=100, spread=32,
+        programs=programs, backoff=100, spread=32,
     )  # fmt: skip

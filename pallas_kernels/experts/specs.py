@@ -60,8 +60,6 @@ def expert_ffn_spec(
     if tile.backoff < 0 or tile.spread < 1:
         got = f"backoff={tile.backoff}, spread={tile.spread}"
         raise InvalidArgument("tile", where=where, got=got, wanted="backoff of at least 0, spread of at least 1")
-    if tile.prefetch > inner // down_split(inner):
-        raise InvalidArgument("tile.prefetch", where=where, got=tile.prefetch, wanted="at most one part of I")
     from .triton import expert_ffn as kernel
 
     stack = experts if slots is None else slots
@@ -120,7 +118,6 @@ def expert_ffn_spec(
             ("SPLIT", split),
             ("LAG", min(tile.lag, blocks)),
             ("PROGRAMS", programs),
-            ("PREFETCH", tile.prefetch),
             ("BACKOFF", tile.backoff),
             ("SPREAD", tile.spread),
             ("PDL", pdl),

@@ -89,21 +89,6 @@ def _tile(
 
 
 @triton.jit
-def _prefetch(ptr, rows, ROW_BYTES: tl.constexpr, BYTES: tl.constexpr):
-    """Ask for the first BYTES of some rows to be brought into L2. A hint: no value is read."""
-    at = ptr.to(tl.int64) + rows.to(tl.int64) * ROW_BYTES
-    size = tl.full(rows.shape, BYTES, tl.int32)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [at, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _sleep(NANOSECONDS: tl.constexpr):
     """Wait about that long. Who polls without a pause slows the loads of those it waits for."""
     tl.inline_asm_elementwise(
@@ -153,7 +138,6 @@ def expert_ffn(
     SPLIT: tl.constexpr,
     LAG: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    PREFETCH: tl.constexpr,
     BACKOFF: tl.constexpr,
     SPREAD: tl.constexpr,
     PDL: tl.constexpr,
@@ -253,9 +237,6 @@ def expert_ffn(
                 part = tile % SPLIT
                 at = column * BLOCK_M + lane
                 inside = at < HIDDEN
-                if PREFETCH > 0:
-                    ITEM: tl.constexpr = down_ptr.dtype.element_ty.primitive_bitwidth // 8
-                    _prefetch(weights + part * PART, tl.minimum(at, HIDDEN - 1), INNER * ITEM, PREFETCH * ITEM)
                 # Everything the sum below needs beside the vectors is read before the wait.
                 of_row = token[:, None] * TOP_K + rank[None, :]
                 exists = (rank < TOP_K)[None, :] & live[:, None]

@@ -19,8 +19,8 @@ from .weights import ExpertWeights, MoEConfig, check_weights
 GROUPED_MOE = Operation(
     "grouped_moe",
     (
-        Backend("mosaic", mosaic.grouped_moe, mosaic.refusal, mosaic.slower),
-        Backend("triton", triton.grouped_moe, triton.refusal),
+        Backend("mosaic", mosaic.grouped_moe, mosaic.refusal, mosaic.slower, mosaic.detail),
+        Backend("triton", triton.grouped_moe, triton.refusal, detail=triton.detail),
         Backend("reference", reference.grouped_moe, lambda *_: None),
     ),
 )
@@ -79,7 +79,8 @@ def explain(
     selection_bias: Float32[Array, " E"] | None = None,
     backend: str = "auto",
 ) -> Choice:
-    """Which back end `grouped_moe` takes for these arguments, and why better ones decline. Runs nothing.
+    """Which back end `grouped_moe` takes for these arguments, where its tile comes from (tuned data or the heuristic),
+    and why better ones decline. Runs nothing.
 
     Takes what `grouped_moe` takes, inside ``jit`` too, and raises what it raises.
     """
@@ -87,7 +88,7 @@ def explain(
     if not isinstance(routing, Routing):
         run = functools.partial(route, config=config.router)
         routing = jax.eval_shape(run, routing, selection_bias=selection_bias)
-    return GROUPED_MOE.choose(x, routing, weights, config, backend=backend)[1]
+    return GROUPED_MOE.explain(x, routing, weights, config, backend=backend)
 
 
 def _check(x, routing, weights, config, selection_bias) -> None:

@@ -30,7 +30,7 @@ def by_kernels(ffn: Ffn) -> Callable[[Rows, Routing, ExpertWeights, MoEConfig], 
     """
 
     @functools.cache
-    def operation(config: MoEConfig):
+    def operation(config: MoEConfig, most: int):
         def launch(x, scale, ids, residual, weights):
             return ffn(x, Routing(scale, ids), weights, config, residual)
 
@@ -39,10 +39,12 @@ def by_kernels(ffn: Ffn) -> Callable[[Rows, Routing, ExpertWeights, MoEConfig], 
             return out if residual is None else out + residual
 
         # A row that is there to fill a launch up has no expert.
-        return as_operation(launch, plain, rows={0: 0, 1: 0, 2: -1, 3: 0})
+        return as_operation(launch, plain, rows={0: 0, 1: 0, 2: -1, 3: 0}, most=most)
 
     @functools.partial(jax.jit, static_argnums=3)
     def run(x: Rows, routing: Routing, weights: ExpertWeights, config: MoEConfig) -> Rows:
+        from ..prefill.specs import MAX_PAIRS  # which imports this package's activations
+
         routed = ExpertWeights(
             gate_up=weights.gate_up,
             down=weights.down,
@@ -52,6 +54,7 @@ def by_kernels(ffn: Ffn) -> Callable[[Rows, Routing, ExpertWeights, MoEConfig], 
         residual = None
         if weights.shared is not None:
             residual = reference.shared_expert(x, weights.shared, config, jnp.dtype(jnp.float32)).astype(x.dtype)
-        return operation(config)(x, routing.weights, routing.ids, residual, routed)
+        most = max(1, MAX_PAIRS // routing.ids.shape[1])  # a batch of calls may have more than each of them
+        return operation(config, most)(x, routing.weights, routing.ids, residual, routed)
 
     return run

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from ..as_operation import copy_refusal
 from ..device import device_of, triton_refusal
 from ..dispatch import OutOfScope
-from ..experts.heuristics import MAX_ROWS, tile_for
+from ..experts.heuristics import MAX_ROWS
 from ..plan.specs import plan_spec
 from ..route.config import Routing
 from ..spec import KernelSpec
@@ -23,11 +23,11 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def refusal(x: Float[Array, "T H"], routing: Routing, weights: ExpertWeights, config: MoEConfig) -> str | None:
     """Why the kernels cannot serve a call, or None."""
-    from ..prefill.specs import MAX_PAIRS
-
     machine = triton_refusal(device_of(x))
     if machine is not None:
         return machine
+    from ..prefill.specs import MAX_PAIRS  # which imports this package's activations
+
     if x.dtype.name not in DTYPES:
         return OutOfScope(f"{x.dtype.name} rows: the kernels take {', '.join(DTYPES)} and add up in float32")
     if x.shape[0] == 0:
@@ -35,6 +35,18 @@ def refusal(x: Float[Array, "T H"], routing: Routing, weights: ExpertWeights, co
     if routing.ids.size > MAX_PAIRS:
         return OutOfScope(f"{routing.ids.size} pairs of row and expert: the kernels take {MAX_PAIRS} at most")
     return copy_refusal(**{"weights.gate_up": weights.gate_up, "weights.down": weights.down})
+
+
+def detail(x: Float[Array, "T H"], routing: Routing, weights: ExpertWeights, config: MoEConfig) -> str:
+    """Where the tile of a call comes from."""
+    from ..prefill.triton import chosen_tile
+    from ..tuned import tuned_tile_for
+
+    if x.shape[0] > MAX_ROWS:
+        return f"tile: {chosen_tile(x, routing, weights.down.shape).source}"
+    (tokens, top_k), (experts, hidden, inner) = routing.ids.shape, weights.down.shape
+    kind = device_of(x).device_kind
+    return f"tile: {tuned_tile_for(tokens, top_k, experts, hidden, inner, x.dtype.name, kind).source}"
 
 
 def _ffn(
@@ -68,6 +80,7 @@ def _few_rows(
         *routing.ids.shape,
         *weights.down.shape,
         x.dtype.name,
+        device_of(x).device_kind,
         config.activation,
         weights.gate_up_bias is not None,
         weights.down_bias is not None,
@@ -98,15 +111,17 @@ def _specs(
     hidden: int,
     inner: int,
     dtype: str,
+    device_kind: str,
     activation: Activation,
     gate_up_bias: bool,
     down_bias: bool,
     residual: bool,
 ) -> tuple[KernelSpec | None, KernelSpec]:
-    """Grouping and experts, for one set of static shapes."""
-    from ..experts.specs import expert_ffn_spec  # which imports this package's activations
+    """Grouping and experts, for one set of static shapes on one kind of device."""
+    from ..experts.specs import expert_ffn_spec  # which imports this package's activations, as tuned tiles do
+    from ..tuned import tuned_tile_for
 
-    tile = tile_for(tokens, top_k, experts, hidden, inner, dtype)
+    tile = tuned_tile_for(tokens, top_k, experts, hidden, inner, dtype, device_kind).tile
     plan = None if tokens == 1 else plan_spec(tokens, top_k, experts, tile.block_n)
     ffn = expert_ffn_spec(
         tokens,

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from ..as_operation import as_operation, copy_refusal, kernel_refusal
 from ..checks import FLOATS, check_dtype, check_shape
+from ..device import capability_of
 from ..dispatch import Backend, Operation, sharding_refusal
 from ..errors import InvalidArgument
 from . import reference
@@ -92,6 +93,7 @@ def _spec(x, w, gain, bias, residual, eps: float, out_dtype: str):
         norm_eps=None if gain is None else eps,
         bias=bias is not None,
         residual=residual is not None,
+        capability=capability_of(x),
     )
 
 

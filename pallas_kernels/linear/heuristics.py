@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..device import shared_memory
+
 MAX_ROWS = 64
 # Elements of K in a step of the sums of squares; steps of the product are as long, or multiples of it with ``early``.
 STEP = 128
@@ -34,8 +36,12 @@ class Tile:
     early: bool = False
 
 
-def tile_for(rows: int, inputs: int, outputs: int, dtype: str) -> Tile:
-    """The tile for a launch of at most `MAX_ROWS` rows."""
+def tile_for(rows: int, inputs: int, outputs: int, dtype: str, *, capability: int = 90) -> Tile:
+    """The tile for a launch of at most `MAX_ROWS` rows.
+
+    Args:
+        capability: of the device; says how many loads fit its shared memory.
+    """
     block_n = max(8, 1 << (rows - 1).bit_length())
     if dtype == "float32":
         return Tile(block_m=32, block_k=32, split=1, num_warps=4, block_n=max(16, block_n), num_stages=3)
@@ -47,7 +53,7 @@ def tile_for(rows: int, inputs: int, outputs: int, dtype: str) -> Tile:
     if rows > 16:
         # Rows are as many bytes as weights here: half the programs read them half as often.
         programs = -(-outputs // 128) * split
-        stages = 2 if 132 < programs <= 264 else 4
+        stages = 2 if 132 < programs <= 264 else 4 if shared_memory(capability) > 99 else 3
         return Tile(block_k=block_k, split=split, block_m=128, num_warps=8, block_n=block_n, num_stages=stages)
     even = not inputs % (split * block_k) and not outputs % block_m
     early = even and inputs // (split * block_k) <= 4

@@ -21,6 +21,7 @@ def linear_spec(
     bias: bool = False,
     residual: bool = False,
     tile: Tile | None = None,
+    capability: int = 90,
     pdl: bool = False,
 ) -> KernelSpec:
     """``out = norm(x) @ w.T + bias + residual`` for 1 to 64 rows.
@@ -34,7 +35,7 @@ def linear_spec(
         dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``, of everything but the output; sums are f32.
         out_dtype: dtype of the output and residual; None: ``dtype``. ``"float32"`` for logits.
         norm_eps: RMSNorm of ``x`` before the product, with this epsilon; None: no norm.
-        tile: by default `tile_for`.
+        tile: by default `tile_for` the capability, 90 for 9.0.
         pdl: launch while the kernel before still runs (sm_90).
 
     Raises:
@@ -50,7 +51,7 @@ def linear_spec(
         raise InvalidArgument("out_dtype", where=where, got=out_dtype, wanted="bfloat16, float16 or float32")
     if inputs < 1 or outputs < 1:
         raise InvalidArgument("sizes", where=where, got=f"{inputs} to {outputs}", wanted="at least 1 to 1")
-    tile = tile or tile_for(rows, inputs, outputs, dtype)
+    tile = tile or tile_for(rows, inputs, outputs, dtype, capability=capability)
     if tile.block_n < rows:
         raise InvalidArgument("tile.block_n", where=where, got=tile.block_n, wanted=f"at least rows={rows}")
     norm_k = min(tile.block_k, STEP)
@@ -67,10 +68,10 @@ def linear_spec(
         return reference(x, w, *absent, eps=norm_eps or 0.0, out_dtype=out_dtype)
 
     tiles = -(-outputs // tile.block_m)
-    none, split = (1,), tile.split > 1
+    none, split, normed = (1,), tile.split > 1, norm_eps is not None
     arguments = (
         Argument("x_ptr", dtype, (rows, inputs), "in"),
-        Argument("gain_ptr", dtype, none if norm_eps is None else (inputs,), "in"),
+        Argument("gain_ptr", dtype, (inputs,) if normed else none, "in"),
         Argument("w_ptr", dtype, (outputs, inputs), "in"),
         Argument("bias_ptr", dtype, (outputs,) if bias else none, "in"),
         Argument("residual_ptr", out_dtype, (rows, outputs) if residual else none, "in"),
@@ -78,7 +79,7 @@ def linear_spec(
         Argument(
             "partial_ptr", "float32", (tiles, tile.split, tile.block_m * tile.block_n) if split else none, "scratch"
         ),
-        Argument("square_ptr", "float32", (tiles, tile.split, rows) if split and norm_eps else none, "scratch"),
+        Argument("square_ptr", "float32", (tiles, tile.split, rows) if split and normed else none, "scratch"),
         Argument("out_ptr", out_dtype, (rows, outputs), "out"),
     )
     return KernelSpec(
@@ -89,7 +90,7 @@ def linear_spec(
             ("ROWS", rows),
             ("K", inputs),
             ("N", outputs),
-            ("NORM", norm_eps is not None),
+            ("NORM", normed),
             ("EPS", float(norm_eps or 0.0)),
             ("BIAS", bias),
             ("RESIDUAL", residual),

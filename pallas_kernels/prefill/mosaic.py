@@ -7,17 +7,21 @@ seven. Rows are copied because the tensor copy engine of sm_90 cannot gather.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from ..device import device_of
 from ..dispatch import OutOfScope
 from ..grouped_moe.weights import ExpertWeights, MoEConfig
 from ..in_jit import call
 from ..plan.specs import block_count, power_of_two
 from ..route import Routing
 from ..spec import Argument, KernelSpec
+from ..tuned import Chosen, choose
 from .mosaic_kernel import DEPTH, STEP, MosaicTile, grouped_matmul
 from .specs import MAX_PAIRS
 from .steps import combine, plan
@@ -61,7 +65,7 @@ def copy_rows_spec(tokens: int, top_k: int, experts: int, hidden: int, tile: Mos
             ("ROWS", at_once),
             ("COLUMNS", columns),
         ),
-        grid=(-(-hidden // columns), 1 + -(-tokens // at_once), 1),
+        grid=(1 + -(-hidden // columns) * -(-tokens // at_once), 1, 1),
         num_warps=4,
         num_stages=1,
         enable_fp_fusion=False,
@@ -108,6 +112,33 @@ def mosaic_tile_for(pairs: int, experts: int) -> MosaicTile:
     return MosaicTile(rows=144, sizes=(32, 64, 96, 112, 120, 128, 136, 144), share=pairs > 144 * experts)
 
 
+def candidates(shape: Sequence[int], tokens: int) -> list[MosaicTile]:
+    """Tiles to try for (H, I, E, k), the heuristic's first."""
+    _, _, experts, top_k = shape
+    base = mosaic_tile_for(tokens * top_k, experts)
+    narrow = replace(base, rows=128, sizes=tuple(size for size in base.sizes if size <= 128))
+    return [replace(tile, share=share) for tile in (base, narrow) for share in (base.share, not base.share)]
+
+
+def chosen_tile(x: Float[Array, "T H"], routing: Routing, sizes: tuple[int, ...]) -> Chosen[MosaicTile]:
+    """The tile of a call, tuned or `mosaic_tile_for`'s, and which of the two.
+
+    Args:
+        sizes: experts E, hidden H, intermediate I.
+    """
+    (tokens, top_k), (experts, hidden, inner) = routing.ids.shape, sizes
+    kind = device_of(x).device_kind
+    return _chosen(tokens, top_k, experts, hidden, inner, x.dtype.name, kind)
+
+
+@functools.cache
+def _chosen(
+    tokens: int, top_k: int, experts: int, hidden: int, inner: int, dtype: str, device_kind: str
+) -> Chosen[MosaicTile]:
+    base = mosaic_tile_for(tokens * top_k, experts)
+    return choose("prefill_mosaic", base, (hidden, inner, experts, top_k), tokens, dtype, device_kind)
+
+
 def ffn(
     x: Float[Array, "T H"],
     routing: Routing,
@@ -125,7 +156,7 @@ def ffn(
     Args:
         x: bf16 or f16, T at least 1; H and I multiples of 64.
         routing: f32 weights and int32 ids ``[T, k]``; an id of -1 or E adds exactly 0.
-        tile: by default `mosaic_tile_for`.
+        tile: by default `chosen_tile`.
 
     Raises:
         InvalidArgument: more than `MAX_PAIRS` pairs.
@@ -133,7 +164,7 @@ def ffn(
     tokens, hidden = x.shape
     experts = weights.down.shape[0]
     top_k = routing.ids.shape[1]
-    tile = tile or mosaic_tile_for(tokens * top_k, experts)
+    tile = tile or chosen_tile(x, routing, weights.down.shape).tile
     planned = plan(routing.ids, experts, STEP)
     spec = _copy_rows_spec(tokens, top_k, experts, hidden, tile, dtype=x.dtype.name)
     ordered, blocks, used = call(spec, (x, planned.block_row, planned.place))

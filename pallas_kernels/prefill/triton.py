@@ -8,24 +8,38 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from ..checks import check_dtype, check_shape
-from ..device import device_of
+from ..device import capability_of, device_of
 from ..grouped_moe.weights import ExpertWeights, MoEConfig
 from ..in_jit import call
 from ..route.config import Routing
+from ..tuned import Chosen, choose
 from . import steps
 from .heuristics import PrefillTile, candidates, prefill_tile_for
 from .specs import down_spec, gate_up_spec
 
-__all__ = ["candidates", "ffn"]
+__all__ = ["candidates", "chosen_tile", "ffn"]
 
 _gate_up_spec = functools.cache(gate_up_spec)
 _down_spec = functools.cache(down_spec)
 
 
-def _capability(x: Array) -> int:
-    """90 for compute capability 9.0. What is not known, as when tracing for a GPU elsewhere, counts as 80."""
-    found = getattr(device_of(x), "compute_capability", None) or "8.0"
-    return int(found.replace(".", ""))
+def chosen_tile(x: Float[Array, "T H"], routing: Routing, sizes: tuple[int, ...]) -> Chosen[PrefillTile]:
+    """The tile of a call, tuned or `prefill_tile_for`'s, and which of the two.
+
+    Args:
+        sizes: experts E, hidden H, intermediate I.
+    """
+    (tokens, top_k), (experts, hidden, inner) = routing.ids.shape, sizes
+    kind = device_of(x).device_kind
+    return _chosen(tokens, top_k, experts, hidden, inner, x.dtype.name, capability_of(x), kind)
+
+
+@functools.cache
+def _chosen(
+    tokens: int, top_k: int, experts: int, hidden: int, inner: int, dtype: str, capability: int, device_kind: str
+) -> Chosen[PrefillTile]:
+    base = prefill_tile_for(tokens, top_k, experts, hidden, inner, dtype, capability=capability)
+    return choose("prefill_triton", base, (hidden, inner, experts, top_k), tokens, dtype, device_kind)
 
 
 def ffn(
@@ -48,7 +62,7 @@ def ffn(
         x: bf16, f16 or f32; T at least 1.
         routing: f32 weights and int32 ids ``[T, k]``; an id of -1 or E (their number) adds exactly 0.
         weight_row: int32, where each of E experts stands in weight stacks of S rows; None: expert e is row e.
-        tile: by default `prefill_tile_for`.
+        tile: by default `chosen_tile`.
 
     Raises:
         InvalidArgument: shapes or dtypes that do not fit each other, more than `MAX_PAIRS` pairs, or a tile that the
@@ -61,7 +75,7 @@ def ffn(
     check_shape(where, "x", x, (routing.ids.shape[0], hidden))
     tokens, top_k = routing.ids.shape
     dtype, act = x.dtype.name, config.activation
-    tile = tile or prefill_tile_for(tokens, top_k, experts, hidden, inner, dtype, capability=_capability(x))
+    tile = tile or chosen_tile(x, routing, (experts, hidden, inner)).tile
     shape = (tokens, top_k, experts, hidden, inner)
     plan = steps.plan(routing.ids, experts, tile.block, weight_row=weight_row, slots=slots)
 

@@ -12,6 +12,7 @@ from ..checks import check_dtype, check_shape
 from ..dispatch import Backend, Operation, sharding_refusal
 from ..errors import InvalidArgument
 from . import reference
+from .heuristics import MAX_ROWS
 from .specs import sample_specs
 
 
@@ -78,8 +79,8 @@ def sample(
 def _refusal(logits, *parameters) -> str | None:
     rows, vocabulary = logits.shape
 
-    def specs():  # no rows are no launch
-        return sample_specs(max(rows, 1), vocabulary, dtype=logits.dtype.name)
+    def specs():  # no rows are no launch, many are several
+        return sample_specs(min(max(rows, 1), MAX_ROWS), vocabulary, dtype=logits.dtype.name)
 
     return kernel_refusal(logits, specs, "sample_specs") or copy_refusal(logits=logits)
 
@@ -98,8 +99,8 @@ def _launch(logits, position, sequence, seed, temperature, top_k, top_p) -> Int3
     return given["token_ptr"]
 
 
-# Every argument is by rows.
-_OPERATION = as_operation(_launch, reference.sample, rows=dict.fromkeys(range(7), 0))
+# Every argument is by rows; a row that fills a launch up has no position.
+_OPERATION = as_operation(_launch, reference.sample, rows=dict.fromkeys(range(7), 0) | {1: -1}, most=MAX_ROWS)
 
 
 def _signed(seed: UInt32[Array, "T 2"]) -> Int32[Array, "T 2"]:

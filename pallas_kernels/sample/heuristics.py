@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from ..plan.specs import power_of_two
 
 NUM_WARPS = 8
+# Rows of a launch: their lists take 64 KiB each, and places in them are counted in 32 bits.
+MAX_ROWS = 4096
 # Programs that are launched for all rows together, before a row gets fewer than one for each chunk.
 PROGRAMS = 1024
 

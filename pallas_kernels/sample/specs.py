@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import InvalidArgument
 from ..plan.specs import power_of_two
 from ..spec import Argument, KernelSpec, Role
-from .heuristics import NUM_WARPS, Cut, cut_for
+from .heuristics import MAX_ROWS, NUM_WARPS, Cut, cut_for
 from .reference import sample as reference
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -36,11 +36,11 @@ def sample_specs(
         pdl: launch while the kernel before still runs (sm_90).
 
     Raises:
-        InvalidArgument: no rows, dtype or vocabulary out of range.
+        InvalidArgument: rows, dtype or vocabulary out of range.
     """
     where = "sample_specs"
-    if rows < 1:
-        raise InvalidArgument("rows", where=where, got=rows, wanted="at least 1")
+    if not 1 <= rows <= MAX_ROWS:
+        raise InvalidArgument("rows", where=where, got=rows, wanted=f"1 to {MAX_ROWS}")
     if dtype not in DTYPES:
         raise InvalidArgument("dtype", where=where, got=dtype, wanted=", ".join(DTYPES))
     cut = cut or cut_for(rows, vocabulary)

@@ -15,7 +15,7 @@ import functools
 import importlib.metadata
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def lookup(
     tokens: int,
     dtype: str,
     device_kind: str,
-    source_hash: str,
+    source_hash: str | Callable[[], str],
     *,
     builder: str | None = None,
     folder: Path = DATA,
@@ -75,7 +75,8 @@ def lookup(
         tokens: rows of the call.
         dtype: numpy name.
         device_kind: as JAX gives it, e.g. ``"NVIDIA H200"``.
-        source_hash: of the kernel that will run; data of another source is refused.
+        source_hash: of the kernel that will run; data of another source is refused. A function is asked only where
+            there is data: some hashes need Triton.
         builder: compiler that builds the kernel, by default the installed Triton. Data made with another one is used
             and the note says so.
     """
@@ -90,8 +91,9 @@ def lookup(
     operation = content["operations"].get(op)
     if operation is None:
         return Refused(f"no tuned data for {op} on {device_kind}")
-    if operation["source_hash"] != source_hash:
-        found, wanted = operation["source_hash"][:12], source_hash[:12]
+    here = source_hash if isinstance(source_hash, str) else source_hash()
+    if operation["source_hash"] != here:
+        found, wanted = operation["source_hash"][:12], here[:12]
         return Refused(f"tuned data of another source: {found}…, the kernel here is {wanted}…")
     alike = [e for e in operation["entries"] if (e["shape"][:2], e["dtype"]) == (list(shape[:2]), dtype)]
     names = ARITHMETIC.get(op, ())
@@ -104,8 +106,8 @@ def lookup(
         most = max(e["tokens"] for e in mine)
         return Refused(f"tuned data for {op} at {tuple(shape)} {dtype} ends at {most} rows, got {tokens}", fixed)
     entry = min(enough, key=lambda e: e["tokens"])
-    here = builder or _installed_builder()
-    other = "" if operation["builder"] == here else f", tuned with {operation['builder']} where {here} runs"
+    runs = builder or _installed_builder()
+    other = "" if operation["builder"] == runs else f", tuned with {operation['builder']} where {runs} runs"
     return Found(entry["tile"], f"tuned data for {device_kind}, {entry['tokens']} rows{other}")
 
 

@@ -18,7 +18,12 @@ from .lookup import DATA, Found, lookup
 
 # Files under pallas_kernels/ whose text makes data of these operations stale when it changes.
 _SOURCES: dict[str, tuple[str, ...]] = {
-    "prefill_triton": ("prefill/matmul_triton.py", "prefill/plan_triton.py", "prefill/combine_triton.py"),
+    "prefill_triton": (
+        "prefill/matmul_triton.py",
+        "prefill/plan_triton.py",
+        "prefill/combine_triton.py",
+        "experts/triton.py",  # its product and activations
+    ),
     "prefill_mosaic": ("prefill/mosaic_kernel.py", "prefill/mosaic_rows_triton.py"),
 }
 _SOURCES["prefill"] = (*_SOURCES["prefill_triton"], *_SOURCES["prefill_mosaic"])
@@ -50,7 +55,8 @@ def choose[T](
         base: a frozen dataclass, whose kind the tuned tile has too.
         source: hash of the kernel; None: `source_hash` of the one installed.
     """
-    found = lookup(op, shape, tokens, dtype, device_kind, source or source_hash(op), folder=folder)
+    kernel = source or functools.partial(source_hash, op)
+    found = lookup(op, shape, tokens, dtype, device_kind, kernel, folder=folder)
     if isinstance(found, Found):
         try:
             return Chosen(rebuild(type(base), found.tile), found.note)

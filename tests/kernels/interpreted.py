@@ -15,9 +15,7 @@ from moe_jax.pallas_kernels.interpret import interpret
 from moe_jax.pallas_kernels.plan import plan_spec
 from moe_jax.pallas_kernels.plan.reference import plan_blocks
 
-SMALL = Tile(
-    block_m=32, block_k=32, num_warps=4, block_n=8, num_stages=3, lag=2, programs=5, prefetch=0, backoff=0, spread=3
-)
+SMALL = Tile(block_m=32, block_k=32, num_warps=4, block_n=8, num_stages=3, lag=2, programs=5, backoff=0, spread=3)
 
 
 def run(spec, rng, ids, scale):
@@ -144,7 +142,6 @@ def test_a_wide_expert_is_reduced_in_parts():
         num_stages=3,
         lag=2,
         programs=5,
-        prefetch=0,
         backoff=0,
         spread=3,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from decode_cases import (
 
 from moe_jax.pallas_kernels.compiled import compile_spec, disassembly
 from moe_jax.pallas_kernels.errors import InvalidArgument
-from moe_jax.pallas_kernels.linear import linear_spec, tile_for
+from moe_jax.pallas_kernels.linear import api, linear_spec, tile_for
 
 SHAPES = {
     "qkv": (2048, 5120, {"norm_eps": 1e-6}),
@@ -54,6 +55,19 @@ def test_float32_compiles_without_spills(capability):
     check_compiled(spec_for("qkv", 64, "float32"), capability)
 
 
+@pytest.mark.parametrize("capability", [86, 89, 120])
+def test_devices_with_little_shared_memory_get_tiles_that_fit(capability, monkeypatch):
+    spec = linear_spec(64, 2048, 151936, dtype="bfloat16", capability=capability)
+    if capability == 89:
+        assert compile_spec(spec, capability).shared <= 99 * 1024
+    full = linear_spec(64, 2048, 151936, dtype="bfloat16")
+    assert spec.num_stages < full.num_stages
+    assert (spec.constexprs, spec.grid, spec.num_warps) == (full.constexprs, full.grid, full.num_warps)
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 2048), (151936, 2048)))
+    monkeypatch.setattr(api, "capability_of", lambda array: capability)
+    assert api._spec(x, w, None, None, None, 1e-6, "bfloat16").key == spec.key
+
+
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("name", ["qkv", "out"])
 def test_parts_are_released_before_the_arrival_and_read_after_it(name, capability):
@@ -71,6 +85,13 @@ def test_the_arithmetic_does_not_look_at_rows():
     for inputs, outputs, _ in SHAPES.values():
         tiles = {tile_for(rows, inputs, outputs, "bfloat16") for rows in BUCKETS}
         assert len({(t.block_k, t.split) for t in tiles}) == 1
+
+
+def test_a_norm_without_an_epsilon_has_room_for_its_sums():
+    spec = linear_spec(3, 2048, 2048, dtype="bfloat16", norm_eps=0.0)
+    assert dict(spec.constexprs)["NORM"]
+    shapes = {a.name: a.shape for a in spec.arguments}
+    assert shapes["square_ptr"] == (*shapes["partial_ptr"][:2], 3)
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,13 @@ def test_row_copy_compiles_without_spills(name):
     assert (use.stack, use.local) == (0, 0)
 
 
+def test_the_row_copy_of_many_rows_is_one_launch():
+    """`KernelSpec` refuses a grid that CUDA does not launch."""
+    for hidden in (64, 2048, 7168):
+        spec = copy_rows_spec(131072, 8, 64, hidden, mosaic_tile_for(8 * 131072, 64), dtype="bfloat16")
+        assert spec.arguments[0].shape == (131072, hidden)
+
+
 INTERPRETED = """
 import numpy as np
 from moe_jax.pallas_kernels.interpret import interpret
@@ -176,10 +183,11 @@ for share in (False, True):
     ids = np.argsort(rng.random((67, 9)), 1)[:, :3].astype(np.int32)
     ids[3], ids[5, 0], ids[ids == 4] = -1, 9, 2
     plan = plan_pairs(ids, None, 9, STEP)
-    spec = copy_rows_spec(67, 3, 9, 40, tile, dtype="float16")
+    hidden = 2056 if share else 40
+    spec = copy_rows_spec(67, 3, 9, hidden, tile, dtype="float16")
     made = {a.name: np.full(a.shape, -7, a.dtype) for a in spec.arguments}
     made |= {"block_row_ptr": plan.block_row, "place_ptr": plan.place}
-    made["x_ptr"] = rng.standard_normal((67, 40)).astype("float16")
+    made["x_ptr"] = rng.standard_normal((67, hidden)).astype("float16")
     interpret(spec, made)
     ordered, blocks, used = spec.reference(made["x_ptr"], plan.block_row, plan.place)
     live, count = plan.block_pair.reshape(-1) >= 0, int(used[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from moe_jax.pallas_kernels.route import RouterConfig, route, route_rows
 from moe_jax.pallas_kernels.route.api import ROUTE, ROUTE_ROWS
 from moe_jax.pallas_kernels.sample import sample
 from moe_jax.pallas_kernels.sample.api import SAMPLE
+from moe_jax.pallas_kernels.sample.heuristics import MAX_ROWS
 from moe_jax.pallas_kernels.sample.reference import sample as sample_reference
 
 ROOT = Path(__file__).parents[2]
@@ -324,6 +326,13 @@ def test_lowers_for_cuda(name, program):
     # 300 rows are more than one launch of the fused kernel takes; with own weights each batch has its own.
     loops = program == "vmap over everything" if name == "route_rows" else False
     assert ("stablehlo.while" in text) == (loops or (name == "route_rows" and program == "vmap into many rows"))
+
+
+@pytest.mark.usefixtures("for_hopper")
+def test_tokens_of_more_rows_than_a_launch_takes_are_drawn_in_several():
+    args = tuple(jnp.concatenate([a] * (MAX_ROWS // 5 + 1)) for a in drawn(1))
+    text = lowered(functools.partial(sample, backend="triton"), *args)
+    assert (kernels(text), "stablehlo.while" in text) == (3, True)
 
 
 @pytest.mark.usefixtures("for_hopper")

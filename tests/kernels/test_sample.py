@@ -17,6 +17,7 @@ from route_sample_cases import KINDS, peaked, run_interpreted, sample_case
 from moe_jax.pallas_kernels.compiled import compile_spec, disassembly
 from moe_jax.pallas_kernels.errors import InvalidArgument
 from moe_jax.pallas_kernels.sample import cut_for, sample_specs
+from moe_jax.pallas_kernels.sample.heuristics import MAX_ROWS
 from moe_jax.pallas_kernels.sample.reference import sample as reference
 
 QWEN3 = 151936
@@ -79,7 +80,7 @@ def test_results_are_released_before_the_arrival_and_read_after_it(launch, capab
 
 @pytest.mark.parametrize("vocabulary", [1, 5, 257, 32000, QWEN3, 262144, 2**20])
 def test_only_the_number_of_drawing_programs_looks_at_the_rows(vocabulary):
-    cuts = {rows: cut_for(rows, vocabulary) for rows in (*BUCKETS, 5000)}
+    cuts = {rows: cut_for(rows, vocabulary) for rows in (*BUCKETS, MAX_ROWS)}
     assert len({replace(cut, parts=1) for cut in cuts.values()}) == 1
     for rows in cuts:
         scan, _, draw = sample_specs(rows, vocabulary)
@@ -91,6 +92,7 @@ def test_only_the_number_of_drawing_programs_looks_at_the_rows(vocabulary):
     ("arguments", "options", "message"),
     [
         ((0, 5), {}, "rows: got 0"),
+        ((MAX_ROWS + 1, 5), {}, f"rows: got {MAX_ROWS + 1}, wanted 1 to {MAX_ROWS}"),
         ((1, 0), {}, "vocabulary: got 0, wanted 1 to 1048576"),
         ((1, 2**20 + 1), {}, "vocabulary: got 1048577"),
         ((1, 5), {"dtype": "float64"}, "dtype: got float64"),

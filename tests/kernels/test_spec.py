@@ -60,6 +60,13 @@ def test_results_stand_after_everything_that_is_given():
         dataclasses.replace(spec, arguments=arguments)
 
 
+@pytest.mark.parametrize("grid", [(0, 1, 1), (1, 0, 1), (2**31, 1, 1), (1, 65536, 1), (1, 1, 65536)])
+def test_a_grid_that_no_launch_may_have_is_refused(grid):
+    with pytest.raises(InvalidArgument, match=r"grid: got \(.*wanted 1 to \(2147483647, 65535, 65535\)"):
+        dataclasses.replace(append_spec(), grid=grid)
+    dataclasses.replace(append_spec(), grid=(2**31 - 1, 65535, 65535))
+
+
 def test_what_is_changed_in_place_comes_as_a_ref():
     pytest.importorskip("jax_triton")
     from moe_jax.pallas_kernels.in_jit import call
