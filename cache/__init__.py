@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .buckets import bucket_for, row_buckets
+    from .cuda_runtime import CudaRuntime
     from .decision import Decision
     from .events import EFFECTS, Effect, Event
     from .executables import Compilation, Executables, ExecutableStats, use_compilation_cache
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 # Module -> public names that live in it.
 _HOMES = {
     "buckets": ("bucket_for", "row_buckets"),
+    "cuda_runtime": ("CudaRuntime",),
     "decision": ("Decision",),
     "events": ("EFFECTS", "Effect", "Event"),
     "executables": ("Compilation", "ExecutableStats", "Executables", "use_compilation_cache"),
@@ -53,6 +55,7 @@ __all__ = [
     "Certificate",
     "Compilation",
     "Copy",
+    "CudaRuntime",
     "Decision",
     "Difference",
     "Effect",

@@ -1,15 +1,15 @@
 """What the store of graphs needs of a device, as a protocol; and the errors of one.
 
-Two runtimes serve it: `SimulatedRuntime` on the host, and one over ``cuda.core``. Handles are opaque to the store. For
-``cuda.core`` they are:
+Two runtimes serve it: `SimulatedRuntime` on the host, and `moe_jax.cache.cuda_runtime.CudaRuntime`. Handles are opaque
+to the store. Of CUDA they are:
 
 =============  ===============================================================================================
-`Stream`       ``Stream``; the engine's own, non-blocking
-`Kernel`       `moe_jax.pallas_kernels.launcher.LoadedKernel` (it takes a stream or a builder, as `launch` does here)
-`Capture`      ``GraphBuilder`` between ``begin_building("relaxed")`` and ``end_building()``
-`Captured`     the same ``GraphBuilder`` afterwards
-`Executable`   ``Graph``, from ``GraphBuilder.complete()``
-`Event`        ``Event``, from ``Stream.record``
+`Stream`       ``CudaStream``: a non-blocking one of ``cuda.core``, and the lock that a capture holds
+`Kernel`       `moe_jax.pallas_kernels.launcher.LoadedKernel`
+`Capture`      ``CudaCapture``: a stream between the driver's begin and end of a relaxed capture
+`Captured`     ``CudaGraph`` of a ``CUgraph``
+`Executable`   ``CudaGraph`` of a ``CUgraphExec``
+`Event`        ``CudaEvent``: one of ``cuda.core``
 =============  ===============================================================================================
 
 Every method may raise `CudaError`, and `StickyError` when the context is lost: then nothing works in this process any
