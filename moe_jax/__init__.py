@@ -31,6 +31,7 @@ __all__ = [
     "Activation",
     "CannotServe",
     "CheckpointError",
+    "Engine",
     "ExpertWeights",
     "InvalidArgument",
     "MoEConfig",
@@ -62,6 +63,7 @@ __all__ = [
 if TYPE_CHECKING:
     from moe_jax import errors, hf_names, linen, nnx
     from moe_jax.cache.executables import use_compilation_cache
+    from moe_jax.engine import Engine
     from moe_jax.errors import (
         CannotServe,
         CheckpointError,
@@ -94,6 +96,7 @@ _HOMES = {
     "Activation": _GROUPED_MOE,
     "CannotServe": "moe_jax.errors",
     "CheckpointError": "moe_jax.errors",
+    "Engine": "moe_jax.engine",
     "ExpertWeights": _GROUPED_MOE,
     "InvalidArgument": "moe_jax.errors",
     "MoEConfig": _GROUPED_MOE,

@@ -22,8 +22,9 @@ from decode_cases import (
     same_bits,
 )
 
-from moe_jax.pallas_kernels.attention import Schedule, attention_specs
+from moe_jax.pallas_kernels.attention import Schedule, api, attention_specs
 from moe_jax.pallas_kernels.attention.reference import attention as reference
+from moe_jax.pallas_kernels.compiled import compile_spec
 from moe_jax.pallas_kernels.errors import InvalidArgument
 
 SIZES = {"sequences": 64, "pages": 64 * 24 + 1, "page_size": 64, "max_pages": 24}
@@ -58,6 +59,23 @@ def test_compiles_without_spills(rows, options, capability):
 def test_other_heads_compile_without_spills(heads, dim, dtype, capability):
     for spec in attention_specs(4, heads, 4, dim, dtype=dtype, **LONG):
         check_compiled(spec, capability)
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(1, 128), (4, 256)])
+def test_devices_with_little_shared_memory_get_a_schedule_that_fits(rows, dim, monkeypatch):
+    given = {"dtype": "bfloat16", **LONG}
+    small = attention_specs(rows, 16, 4, dim, capability=89, **given)
+    assert compile_spec(small[0], 89).shared <= 99 * 1024
+    full = attention_specs(rows, 16, 4, dim, **given)
+    assert small[0].num_stages < full[0].num_stages
+    assert [spec.constexprs for spec in small] == [spec.constexprs for spec in full]
+    assert [spec.num_warps for spec in small] == [spec.num_warps for spec in full]
+    q = jax.ShapeDtypeStruct((rows, 16 * dim), jnp.bfloat16)
+    pages = jax.ShapeDtypeStruct((LONG["pages"], 4, LONG["page_size"], dim), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((LONG["sequences"], LONG["max_pages"]), jnp.int32)
+    monkeypatch.setattr(api, "capability_of", lambda array: 89)
+    made = api._specs(q, pages, pages, table, None, None, None, dim**-0.5, None, 1)
+    assert [spec.key for spec in made] == [spec.key for spec in small]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,486 @@
+"""The engine as a user holds it: sequences that join and leave, one decode step for all of them, weights, counts."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+import threading
+from collections import deque
+from collections.abc import Generator, Mapping
+from collections.abc import Sequence as Items
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Int32
+
+from moe_jax.cache import (
+    Certificate,
+    Graphs,
+    Registry,
+    Runtime,
+    SimulatedRuntime,
+    StickyError,
+    StoreUnusable,
+    bucket_for,
+    row_buckets,
+)
+from moe_jax.cache.decision import Mode
+from moe_jax.cache.graphs import MODES
+from moe_jax.cache.identity import Phase
+from moe_jax.errors import CannotServe, InvalidArgument
+from moe_jax.generation import _row_check, parse_stop
+from moe_jax.model import Model
+from moe_jax.pallas_kernels.advance.specs import RUNNING
+from moe_jax.pallas_kernels.linear.heuristics import MAX_ROWS
+from moe_jax.sampling import Sampling, sampling
+
+from .host import compiled_reference
+from .memory import Memory, place_all
+from .options import check_count, cuda_runtime
+from .rows import row_block
+from .sequences import Places, Sequence
+from .step import NAMESPACE, Geometry, build, bytes_needed
+from .weights import check_update, module_weights
+
+
+class Engine:
+    """Decodes many sequences of one model, a step for all of them at a time.
+
+        engine = moe_jax.Engine(model, max_sequences=8, max_tokens=512, graphs="simulate")
+        engine.warmup()
+        first, second = engine.prefill(["In the beginning", "And it came to pass"], max_new_tokens=20)
+        engine.step()                      # {first: token, second: token}
+        engine.release(first)
+        engine.generate(prompts, max_new_tokens=64)
+
+    Every step is one launch list of its row bucket, run through `moe_jax.cache.Graphs`: direct at the first call,
+    captured at the second, replayed from the third on; `warmup` makes the first two. `docs/engine.md` has the rest.
+    Thread-safe.
+
+    Attributes:
+        decode_buckets: row counts that decode steps are built for.
+        chunk_buckets: row counts that prompt chunks are built for.
+        graphs, registry, memory: the store of graphs, the manifests, and device memory by name; for tests and tools.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        max_sequences: int,
+        max_tokens: int,
+        page_size: int = 64,
+        pages: int | None = None,
+        chunk: int = MAX_ROWS,
+        graphs: Mode = "on",
+        runtime: Runtime | None = None,
+    ):
+        """Build the steps and copy the weights into memory of the engine's own.
+
+        Args:
+            model: with a `moe_jax.models.decoder.Decoder`; later changes of it count after `update_weights` only.
+            max_sequences: that have a place at a time, 1 to 64.
+            max_tokens: of a sequence, prompt and new ones; at most ``config.max_positions``.
+            page_size: tokens of a page of keys and values, a power of two.
+            pages: of the pool; None: enough for all sequences at their longest.
+            chunk: prompt tokens that are read at a time, 1 to 64.
+            graphs: ``"on"``, ``"off"``, ``"strict"`` or ``"simulate"``, as in `moe_jax.cache.Graphs`.
+            runtime: the device; None: a `SimulatedRuntime` for ``"simulate"``, else JAX's first CUDA device.
+
+        Raises:
+            InvalidArgument: an option out of range, or a model that no kernel takes.
+            CannotServe: no CUDA device, and not ``"simulate"``.
+        """
+        where = "Engine"
+        if not isinstance(model, Model):
+            raise InvalidArgument("model", where=where, got=type(model).__name__, wanted="a moe_jax.Model")
+        if graphs not in MODES:
+            raise InvalidArgument("graphs", where=where, got=repr(graphs), wanted=" or ".join(MODES))
+        config = model.config
+        max_sequences = check_count(where, "max_sequences", max_sequences, MAX_ROWS)
+        max_tokens = check_count(where, "max_tokens", max_tokens, config.max_positions)
+        page_size = check_count(where, "page_size", page_size, 1 << 16)
+        chunk = check_count(where, "chunk", chunk, MAX_ROWS)
+        longest = -(-max_tokens // page_size)
+        pages = check_count(where, "pages", max_sequences * longest if pages is None else pages, 1 << 31)
+        if runtime is None and graphs != "simulate":
+            runtime = cuda_runtime(where, graphs)
+        weights = module_weights(where, model.module)
+        self._model, self._stops = model, frozenset(config.eos_token_ids)
+        self._stop_list = np.asarray(config.eos_token_ids or (-1,), np.int32)
+        self._geometry = Geometry(
+            config=config,
+            dtype=weights["embed"].dtype.name,
+            weights=tuple((name, array.dtype.name, tuple(array.shape)) for name, array in weights.items()),
+            max_sequences=max_sequences,
+            max_tokens=max_tokens,
+            page_size=page_size,
+            pages=pages,
+            rows=max(max_sequences, chunk),
+            stops=len(self._stop_list),
+            pdl=getattr(runtime, "capability", 0) >= 90,
+        )
+        self.decode_buckets, self.chunk_buckets = row_buckets(max_sequences), row_buckets(chunk)
+        host = runtime is None or runtime.simulated
+        options = {"transform": compiled_reference} if host else {}
+        self._steps = build(self._geometry, self.decode_buckets, self.chunk_buckets, **options)
+        # Room for the weights to move, and for what tests allocate beside it.
+        self.runtime: Runtime = runtime or SimulatedRuntime(2 * bytes_needed(self._steps) + (64 << 20))
+        self.registry = Registry()
+        self.registry.accept(self._steps.manifest)
+        self.graphs = Graphs(self.runtime, self.registry, mode=graphs)
+        self.memory = Memory(self.runtime, self.graphs.stream)
+        place_all(self.memory, self._geometry, self._steps, weights, self._stop_list)
+        self._places = Places(max_sequences, pages)
+        self._sequences: dict[int, Sequence] = {}
+        self._numbers = itertools.count()
+        self._on_device: tuple[int, ...] | None = None
+        self._last = "no step was made"
+        self._unusable: str | None = None
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """Sequences that the next step gives a token to, in the order in which they joined."""
+        with self._lock:
+            return tuple(n for n, sequence in self._sequences.items() if not (sequence.ended or sequence.inner))
+
+    def warmup(self) -> None:
+        """Make every call that a first step would pay for: nothing is compiled, loaded or captured afterwards.
+
+        Every decode bucket is run direct and captured, every chunk bucket is run once, all with dead rows: no sequence
+        is touched, whether there are some or not.
+        """
+        with self._using("Engine.warmup"):
+            self._lay_out(())
+            for bucket, launches in self._steps.decode.items():
+                self.graphs.warm(launches, self._certificate(bucket, bucket), self.memory.table)
+            for bucket, launches in self._steps.prompt.items():
+                self.graphs.step(launches, self._certificate(bucket, bucket, "prompt"), self.memory.table)
+            self.graphs.drain()
+
+    def prefill(
+        self,
+        prompts: Any,
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
+    ) -> list[int]:
+        """Give prompts places and pages, and read all their tokens but the last, which the next step reads.
+
+        Prompts go in chunks of at most ``chunk`` rows. All are admitted or none.
+
+        Args:
+            prompts: as `Model.generate` takes them.
+            max_new_tokens: a sequence ends with this many, or with an end token of the config; None: as many as
+                ``max_tokens`` leaves. Pages for all of them are kept for the sequence.
+            temperature, top_p, seed: as `Model.generate` takes them.
+            top_k: draw from this many most probable tokens; 0: from all.
+
+        Returns:
+            a number for each prompt, that no sequence of this engine has had.
+
+        Raises:
+            InvalidArgument: a prompt or option that can never be served.
+            CannotServe: no place or not enough pages at present.
+        """
+        rows = self._model._rows(prompts)
+        parameters = sampling(temperature, top_p, seed)
+        if isinstance(top_k, bool) or not isinstance(top_k, (int, np.integer)) or not 0 <= top_k < 1 << 31:
+            raise InvalidArgument("top_k", where="Engine.prefill", got=repr(top_k), wanted="an integer, 0 or more")
+        draws = range(len(rows))
+        return self._admit("Engine.prefill", rows, draws, max_new_tokens, parameters, top_k=operator.index(top_k))
+
+    def step(self) -> dict[int, int]:
+        """One token for every live sequence; sequences that end with theirs are not live any more.
+
+        Returns:
+            token by sequence; empty when none is live.
+
+        Raises:
+            CudaError: the step did not run; no sequence has changed, and the call may be made again.
+            NotReplayed: ``graphs="strict"`` and no graph could be replayed.
+            StoreUnusable: the engine is closed, or dead because the device context is lost.
+        """
+        with self._using("Engine.step"):
+            return self._step(self.live)
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Any = None,
+    ) -> Int32[np.ndarray, "B N"]:
+        """Continue prompts, as `Model.generate` does; more of them than there are places wait for one.
+
+        Sequences from `prefill` stay as they are.
+
+        Returns:
+            int32 ``[B, N]`` of new tokens, N being the longest row; shorter rows are filled with the pad token.
+
+        Raises:
+            InvalidArgument: a prompt or option that can never be served.
+            CannotServe: no place or not enough pages at present, for any of the prompts.
+        """
+        where = "Engine.generate"
+        rows = self._model._rows(prompts)
+        parameters = sampling(temperature, top_p, seed)
+        config = self._model.config
+        ends = parse_stop(stop, config.eos_token_ids, config.vocab_size, self._model.tokenizer)
+        for row in rows:
+            self._limit(where, row, max_new_tokens)
+        checks = [_row_check(ends, self._model.tokenizer) for _ in rows]
+        waiting, running = deque(range(len(rows))), dict[int, int]()
+        new: list[list[int]] = [[] for _ in rows]
+        try:
+            while waiting or running:
+                while waiting:
+                    index = waiting[0]
+                    try:
+                        (number,) = self._admit(where, [rows[index]], [index], max_new_tokens, parameters, inner=True)
+                    except CannotServe:
+                        if not running:
+                            raise
+                        break
+                    running[number] = waiting.popleft()
+                with self._using(where):
+                    found = self._step(tuple(running))
+                    for number, token in found.items():
+                        index = running[number]
+                        new[index].append(token)
+                        if checks[index](token) or self._sequences[number].ended:
+                            del running[number]
+                            self._forget(number)
+        finally:
+            for number in running:
+                self._forget(number)
+        longest = max(map(len, new))
+        pad = self._model.pad_token_id
+        return np.asarray([row + [pad] * (longest - len(row)) for row in new], np.int32)
+
+    def release(self, sequence: int) -> None:
+        """Give a sequence's place and pages to others.
+
+        Raises:
+            InvalidArgument: no such sequence, or one that was released.
+        """
+        with self._using("Engine.release"):
+            known = sorted(n for n, held in self._sequences.items() if not held.inner)
+            if sequence not in known:
+                wanted = f"one of {known}"
+                raise InvalidArgument("sequence", where="Engine.release", got=repr(sequence), wanted=wanted)
+            self._forget(sequence)
+
+    def update_weights(self, weights: Model | nnx.Module | Mapping[str, Any] | None = None) -> None:
+        """Write new weights into the engine's storage; the next step reads them, and captured graphs stay.
+
+        Keys and values of sequences that were read with the old weights stay too.
+
+        Args:
+            weights: a model or module of the same shapes; or some arrays by name (``"embed"``, ``"0.qkv"``, …); None:
+                the engine's own model as it is now.
+
+        Raises:
+            InvalidArgument: a name, shape or dtype that the engine does not have; nothing was written.
+            CudaError: some arrays may have been written, so call it again.
+        """
+        where = "Engine.update_weights"
+        given = self._model if weights is None else weights
+        if isinstance(given, Model):
+            given = given.module
+        arrays: Mapping[str, Any] = given if isinstance(given, Mapping) else module_weights(where, given)
+        check_update(where, arrays, self._geometry.weights, whole=not isinstance(given, Mapping))
+        with self._using(where):
+            for name, array in arrays.items():
+                self.memory.write(name, np.asarray(array))
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of `Graphs.stats`, and what the engine holds."""
+        with self._lock:
+            counts = self.graphs.stats()
+            return counts | {
+                "state": self._unusable or counts["state"],
+                "sequences": len(self._sequences),
+                "free_sequences": len(self._places.rows),
+                "live": len(self.live),
+                "max_sequences": self._geometry.max_sequences,
+                "pages": self._geometry.pages,
+                "free_pages": len(self._places.free),
+                "page_size": self._geometry.page_size,
+                "decode_buckets": self.decode_buckets,
+                "chunk_buckets": self.chunk_buckets,
+            }
+
+    def explain_last_step(self) -> str:
+        """How the last decode step ran, in which bucket, and why if it was no replay."""
+        with self._lock:
+            return self._last
+
+    def close(self) -> None:
+        """Wait for everything, destroy the graphs and let go of all memory. A second call does nothing."""
+        with self._lock:
+            if self._unusable == "closed":
+                return
+            # What a lost context holds cannot be given back to it; the second call lets go of it here.
+            with contextlib.suppress(StickyError):
+                self.graphs.close()
+            self.graphs.close()
+            self.memory.release()
+            self._sequences.clear()
+            self._unusable = "closed"
+
+    # Inside; the lock is held, but where it says so.
+
+    @contextlib.contextmanager
+    def _using(self, where: str) -> Generator[None]:
+        """The lock of an engine that can be used; a lost context ends it."""
+        with self._lock:
+            if self._unusable is not None:
+                wanted = "an engine that is open" if self._unusable == "closed" else "a new process"
+                raise StoreUnusable("engine", where=where, got=self._unusable, wanted=wanted)
+            try:
+                yield
+            except StickyError as error:
+                self._unusable = f"dead, the device context is lost: {error}"
+                raise
+
+    def _certificate(self, rows: int, bucket: int, phase: Phase = "decode") -> Certificate:
+        """Decode rows are sequences of their own, prompt rows belong to one."""
+        return Certificate(
+            namespace=NAMESPACE,
+            owner_generation=self.registry.owner_generation(NAMESPACE),
+            semantics="independent" if phase == "decode" else "sequential",
+            rows=rows,
+            bucket=bucket,
+            sequences=rows if phase == "decode" else 1,
+            phase=phase,
+        )
+
+    def _limit(self, where: str, row: Items[int], max_new_tokens: int | None) -> int:
+        """Tokens that a sequence may come to. Needs no lock."""
+        most = self._geometry.max_tokens
+        count = most - len(row) if max_new_tokens is None else max_new_tokens
+        if max_new_tokens is not None and (
+            type(count) is bool or not isinstance(count, (int, np.integer)) or count < 1
+        ):
+            raise InvalidArgument("max_new_tokens", where=where, got=repr(count), wanted="an integer, 1 or more")
+        total = len(row) + max(1, operator.index(count))
+        if total > most:
+            got = f"{len(row)} + {total - len(row)} tokens"
+            raise InvalidArgument("prompt and new tokens", where=where, got=got, wanted=f"at most max_tokens={most}")
+        if self._pages_for(total) > self._geometry.pages:
+            got, wanted = f"{total} tokens", f"at most {self._geometry.pages} pages of {self._geometry.page_size}"
+            raise InvalidArgument("prompt and new tokens", where=where, got=got, wanted=wanted)
+        return total
+
+    def _pages_for(self, tokens: int) -> int:
+        # The last token is not read, so it has no key.
+        return -(-max(1, tokens - 1) // self._geometry.page_size)
+
+    def _admit(
+        self,
+        where: str,
+        rows: Items[Items[int]],
+        draws: Items[int],
+        max_new_tokens: int | None,
+        parameters: Sampling,
+        *,
+        top_k: int = 0,
+        inner: bool = False,
+    ) -> list[int]:
+        """Take the lock and admit all prompts or none."""
+        limits = [self._limit(where, row, max_new_tokens) for row in rows]
+        with self._using(where):
+            pages = [self._pages_for(limit) for limit in limits]
+            free = len(self._places.rows), len(self._places.free)
+            if len(rows) > free[0] or sum(pages) > free[1]:
+                got, wanted = f"{len(rows)} and {sum(pages)}", f"at most {free[0]} and {free[1]}; release some"
+                raise CannotServe("sequences and pages", where=where, got=got, wanted=wanted)
+            numbers: list[int] = []
+            try:
+                for row, draw, limit, count in zip(rows, draws, limits, pages, strict=True):
+                    place, own = self._places.take(count)
+                    number = next(self._numbers)
+                    self._sequences[number] = sequence = Sequence(
+                        number=number, place=place, pages=own, tokens=[*map(operator.index, row)], limit=limit,
+                        sampling=parameters, top_k=top_k, draw=draw, inner=inner,
+                    )  # fmt: skip
+                    numbers.append(number)
+                    self._read_prompt(sequence)
+            except BaseException:
+                for number in numbers:
+                    self._forget(number)
+                raise
+            return numbers
+
+    def _read_prompt(self, sequence: Sequence) -> None:
+        entries = np.full(self._geometry.max_pages, -1, np.int32)
+        entries[: len(sequence.pages)] = sequence.pages
+        self.memory.write("table", entries, sequence.place * entries.nbytes)
+        for name, value in (("limit", sequence.limit - 1), ("finished", RUNNING)):
+            self.memory.write(name, np.asarray([value], np.int32), 4 * sequence.place)
+        last, chunk = len(sequence.tokens) - 1, self.chunk_buckets[-1]
+        for start in range(0, last, chunk):
+            positions = range(start, min(start + chunk, last))
+            bucket = self._bucket(self.chunk_buckets, len(positions))
+            self._on_device = None
+            self.memory.write("rows", row_block(self._geometry, [sequence] * len(positions), positions))
+            certificate = self._certificate(len(positions), bucket, "prompt")
+            self.graphs.step(self._steps.prompt[bucket], certificate, self.memory.table)
+
+    def _lay_out(self, numbers: tuple[int, ...]) -> None:
+        """Let the device's rows be these sequences, as they are; rows that it has brought there itself stay."""
+        if self._on_device != numbers:
+            self._on_device = None
+            self.memory.write("rows", row_block(self._geometry, [self._sequences[number] for number in numbers]))
+            self._on_device = numbers
+
+    def _bucket(self, buckets: tuple[int, ...], rows: int) -> int:
+        bucket = bucket_for(rows, buckets)
+        assert bucket is not None
+        return bucket
+
+    def _step(self, numbers: tuple[int, ...]) -> dict[int, int]:
+        if not numbers:
+            return {}
+        rows = len(numbers)
+        bucket = self._bucket(self.decode_buckets, rows)
+        self._lay_out(numbers)
+        try:
+            certificate = self._certificate(rows, bucket)
+            outcome = self.graphs.step(self._steps.decode[bucket], certificate, self.memory.table)
+            tokens = self.memory.read("token")[:rows].tolist()
+        except BaseException as error:
+            # What the device's rows hold is not known: the next step writes them anew, from before this one.
+            self._on_device = None
+            self._last = f"failed: {error}"
+            raise
+        why = "" if outcome.reason is None else f" ({'; '.join(filter(None, (outcome.reason, outcome.detail)))})"
+        self._last = f"{outcome.kind}{why}: {rows} rows in a bucket of {bucket}"
+        for number, token in zip(numbers, tokens, strict=True):
+            sequence = self._sequences[number]
+            sequence.tokens.append(token)
+            sequence.ended = token in self._stops or len(sequence.tokens) >= sequence.limit
+        return dict(zip(numbers, tokens, strict=True))
+
+    def _forget(self, number: int) -> None:
+        """Takes the lock. Pages are given to others at once: what reads them was queued before what will write them."""
+        with self._lock:
+            sequence = self._sequences.pop(number, None)
+            if sequence is not None:
+                self._places.give_back(sequence.place, sequence.pages)

@@ -1,0 +1,79 @@
+"""The arrays of a decoder under the names that launch lists use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from moe_jax.models.config import ModelConfig
+from moe_jax.models.decoder import Decoder
+from moe_jax.models.rope import rotation
+from moe_jax.nnx import MoE
+from moe_jax.pallas_kernels.errors import InvalidArgument
+
+DTYPES = ("bfloat16", "float16", "float32")
+_OF_ATTENTION = ("qkv", "qkv_bias", "out", "out_bias", "q_norm", "k_norm")
+
+
+def module_weights(where: str, module: nnx.Module) -> dict[str, Array]:
+    """Every array of a decoder: ``"embed"``, ``"0.qkv"``, ``"0.gate_up"``, …; options that it lacks are not there.
+
+    Raises:
+        InvalidArgument: another module, or arrays of several dtypes or of one that no kernel takes.
+    """
+    if not isinstance(module, Decoder):
+        raise InvalidArgument("module", where=where, got=type(module).__name__, wanted="a Decoder")
+    named: dict[str, Any] = {"embed": module.embed, "norm": module.norm, "head": module.head}
+    for i, block in enumerate(module.blocks):
+        named |= {f"{i}.attention_norm": block.attention_norm, f"{i}.mlp_norm": block.mlp_norm}
+        named |= {f"{i}.{name}": getattr(block.attention, name) for name in _OF_ATTENTION}
+        if isinstance(block.mlp, MoE):
+            named |= {f"{i}.{name}": array for name, array in block.mlp.arrays().items()}
+        else:
+            named |= {f"{i}.gate_up": block.mlp.gate_up, f"{i}.down": block.mlp.down}
+    arrays = {name: _value(v) for name, v in named.items() if v is not None}
+    dtype = arrays["embed"].dtype.name
+    if dtype not in DTYPES:
+        raise InvalidArgument("dtype of the model", where=where, got=dtype, wanted=", ".join(DTYPES))
+    for name, array in arrays.items():
+        if array.dtype.name != dtype and not name.endswith("selection_bias"):
+            raise InvalidArgument(f"dtype of {name}", where=where, got=array.dtype.name, wanted=f"{dtype}, as embed")
+    return arrays
+
+
+def check_update(
+    where: str, arrays: Mapping[str, Any], declared: Iterable[tuple[str, str, tuple[int, ...]]], *, whole: bool
+) -> None:
+    """Refuse arrays that do not fit the storage that there is.
+
+    Args:
+        declared: name, dtype and shape of each.
+        whole: none may be missing.
+
+    Raises:
+        InvalidArgument: naming the array.
+    """
+    wanted = {name: (dtype, shape) for name, dtype, shape in declared}
+    odd = sorted(arrays.keys() - wanted.keys()) or (sorted(wanted.keys() - arrays.keys()) if whole else [])
+    if odd:
+        raise InvalidArgument("names", where=where, got=odd, wanted=f"{'all' if whole else 'some'} of {list(wanted)}")
+    for name, array in arrays.items():
+        dtype, shape = wanted[name]
+        if (array.dtype.name, tuple(array.shape)) != (dtype, shape):
+            got = f"{array.dtype.name}{list(array.shape)}"
+            raise InvalidArgument(f"array {name}", where=where, got=got, wanted=f"{dtype}{list(shape)}")
+
+
+def rotation_tables(config: ModelConfig, positions: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines, f32 ``[positions, head_dim / 2]``."""
+    turn = rotation(config.rope, config.head_dim, jnp.arange(positions, dtype=jnp.int32)[None])
+    return np.asarray(turn.cos[0]), np.asarray(turn.sin[0])
+
+
+def _value(variable: Any) -> Array:
+    return variable[...] if isinstance(variable, nnx.Variable) else variable

@@ -1,0 +1,308 @@
+"""What the engine's steps are (direct, captured, replayed) and that none is stale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+from engines import COUNT, MAIN, OPTIONS, PROMPTS, expected, kinds, last, other_model, take, turned_model
+from flax import nnx
+
+from moe_jax.cache import NotReplayed, SimulatedRuntime, StickyError, StoreUnusable, decision
+from moe_jax.engine import Engine
+from moe_jax.errors import CannotServe
+from moe_jax.pallas_kernels.errors import CudaError
+from moe_jax.testing import assert_replay_equals_direct
+from tiny_models import tiny_model
+
+
+@pytest.fixture
+def engine(engine_for) -> Engine:
+    engine = engine_for(tiny_model(MAIN), **OPTIONS)
+    engine.warmup()
+    return engine
+
+
+@pytest.fixture
+def compiles() -> Iterator[list[str]]:
+    found: list[str] = []
+
+    def listen(event: str, duration: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_calls_are_direct_then_capture_then_replays(engine_for):
+    engine = engine_for(tiny_model(MAIN), **OPTIONS)
+    (number,) = engine.prefill([PROMPTS[0]])
+    new: dict[int, list[int]] = {}
+    seen = []
+    for _ in range(5):
+        take(engine, new, 1)
+        seen.append((last(engine).kind, last(engine).handle))
+    assert [kind for kind, _ in seen] == ["direct", "capture", "replay", "replay", "replay"]
+    assert len({handle for _, handle in seen[1:]}) == 1
+    assert new[number] == expected()[0][:5]
+    assert engine.explain_last_step() == "replay: 1 rows in a bucket of 1"
+
+
+def test_after_warmup_steps_are_replays_and_nothing_is_compiled_or_loaded(engine, compiles):
+    stats = engine.stats()
+    assert (stats["captures"], stats["graphs"], stats["replays"]) == (3, 3, 0)
+    loads, new = engine.runtime.calls["load"], {}
+    engine.prefill(PROMPTS[:4])
+    take(engine, new, COUNT)
+    assert list(new.values()) == expected()[:4]
+    assert engine.stats()["replays"] == COUNT
+    assert engine.runtime.calls["load"] == loads and not compiles
+
+
+def test_warmup_touches_no_sequence(engine_for):
+    engine = engine_for(tiny_model(MAIN), **OPTIONS)
+    new: dict[int, list[int]] = {}
+    engine.prefill(PROMPTS[:4])
+    take(engine, new, 3)
+    engine.warmup()
+    take(engine, new, COUNT - 3)
+    assert list(new.values()) == expected()[:4]
+
+
+def test_replay_equals_direct_at_every_bucket(engine):
+    assert assert_replay_equals_direct(engine, PROMPTS[:4]) == 4 + 3
+    assert engine.stats()["sequences"] == 0
+
+
+def test_replay_equals_direct_finds_a_stale_replay(engine, monkeypatch):
+    """A test of the test: with the fourth check broken, weights that moved are read where they were."""
+    monkeypatch.setattr(decision, "check_resources", lambda held, table: None)
+    monkeypatch.setattr("moe_jax.cache.graphs.check_resources", lambda held, table: None)
+    for name in ("0.qkv", "0.down"):
+        engine.memory.move(name, engine.memory.read(name)[..., ::-1])
+    with pytest.raises(AssertionError, match=r"1 rows in a bucket of 1"):
+        assert_replay_equals_direct(engine, PROMPTS[:1])
+
+
+def test_replay_equals_direct_wants_replays(engine_for):
+    engine = engine_for(tiny_model(MAIN), **OPTIONS, graphs="off", runtime=SimulatedRuntime(1 << 25))
+    with pytest.raises(AssertionError, match="graphs off"):
+        assert_replay_equals_direct(engine, PROMPTS[:1])
+
+
+def test_C42_results_of_earlier_steps_stay(engine):
+    engine.prefill(PROMPTS[:3])
+    kept = [(engine.step(), engine.memory.read("logits")) for _ in range(4)]
+    copies = [(dict(tokens), logits.copy()) for tokens, logits in kept]
+    for _ in range(3):
+        engine.step()
+    for (tokens, logits), (then, before) in zip(kept, copies, strict=True):
+        assert tokens == then
+        np.testing.assert_array_equal(logits.view(np.uint8), before.view(np.uint8))
+    # Each result was fed back as the next input, on the device.
+    assert [[tokens[i] for tokens, _ in kept] for i in range(3)] == [row[:4] for row in expected()[:3]]
+
+
+def test_C43_new_weights_in_storage_that_stays_count_at_once(engine):
+    engine.prefill(PROMPTS[:2])
+    engine.step()
+    handle = last(engine).handle
+    engine.update_weights(other_model())
+    # Keys and values of the old weights are not computed anew, so these sequences go.
+    for number in engine.live:
+        engine.release(number)
+    new: dict[int, list[int]] = {}
+    engine.prefill(PROMPTS[:2])
+    take(engine, new, COUNT)
+    assert (last(engine).kind, last(engine).handle) == ("replay", handle)
+    assert list(new.values()) == expected(other=True)[:2]
+    engine.update_weights()
+    assert engine.generate(PROMPTS, max_new_tokens=COUNT).tolist() == expected()
+
+
+def test_C43_moved_weights_are_read_where_they_are(engine):
+    (number,) = engine.prefill([PROMPTS[1]])
+    arrays = {name: engine.memory.read(name) for name, *_ in engine._geometry.weights}
+    engine.update_weights({name: np.zeros_like(array) for name, array in arrays.items()})
+    for name, array in arrays.items():
+        engine.memory.move(name, array)
+    new: dict[int, list[int]] = {}
+    take(engine, new, 1)
+    assert last(engine).reason == "weights moved" and "weights moved" in engine.explain_last_step()
+    take(engine, new, 1)
+    assert last(engine).kind == "capture"
+    take(engine, new, 1)
+    assert last(engine).kind == "replay"
+    assert new[number] == expected()[1][:3]
+
+
+def test_arrays_of_the_user_are_not_under_the_graphs(engine_for):
+    model = turned_model()
+    engine = engine_for(model, **OPTIONS)
+    for array in jax.tree.leaves(nnx.state(model.module)):
+        array.delete()
+    new: dict[int, list[int]] = {}
+    engine.prefill(PROMPTS[:4])
+    take(engine, new, COUNT)
+    assert list(new.values()) == expected(other=True)[:4]
+
+
+def test_C46_scratch_lives_as_long_as_the_graphs(engine):
+    """Other sizes and large allocations between the replays of a bucket; freed memory is poisoned and used again."""
+    new: dict[int, list[int]] = {}
+    (number,) = engine.prefill([PROMPTS[0]])
+    for turn in range(6):
+        take(engine, new, 1)
+        _, block = engine.runtime.allocate(1 << 20)
+        others = engine.prefill(PROMPTS[1 : 2 + turn % 3])
+        engine._step(tuple(others))
+        del block
+        for other in others:
+            engine.release(other)
+    assert new[number] == expected()[0][:6]
+
+
+def test_C60_every_number_of_sequences_is_a_replay_up_to_the_declared_most(engine):
+    used = []
+    for prompt in PROMPTS[:4]:
+        engine.prefill([prompt])
+        engine.step()
+        assert last(engine).kind == "replay"
+        used.append(engine.explain_last_step().removeprefix("replay: "))
+    assert used == [f"{rows} rows in a bucket of {bucket}" for rows, bucket in ((1, 1), (2, 2), (3, 4), (4, 4))]
+    with pytest.raises(CannotServe, match="wanted at most 0 and 0"):
+        engine.prefill([[1]])
+
+
+@pytest.mark.parametrize("most", [7, 12, 20, 64])
+def test_C60_the_declared_most_has_a_bucket(engine_for, most):
+    engine = engine_for(tiny_model(MAIN), **{**OPTIONS, "max_sequences": most})
+    assert engine.decode_buckets[-1] == most and set(engine._steps.decode) == set(engine.decode_buckets)
+
+
+def test_a_prompt_between_decodes_leaves_the_capture(engine):
+    new: dict[int, list[int]] = {}
+    (first,) = engine.prefill([PROMPTS[0]])
+    take(engine, new, 1)
+    handle, captures = last(engine).handle, engine.stats()["captures"]
+    (number,) = engine.prefill([PROMPTS[4]])
+    assert last(engine).kind == "direct" and last(engine).reason == "prompt"
+    engine.release(number)
+    # The same rows as before the prompt, which had the device's rows for itself.
+    take(engine, new, 1)
+    assert new[first] == expected()[0][:2]
+    assert (last(engine).kind, last(engine).handle) == ("replay", handle)
+    assert engine.stats()["captures"] == captures
+    assert engine.stats()["transitions"] == 4
+
+
+def test_a_replaced_manifest_sweeps_every_graph(engine):
+    (number,) = engine.prefill([PROMPTS[0]])
+    new: dict[int, list[int]] = {}
+    take(engine, new, 1)
+    engine.registry.accept(engine.registry.manifest("main")[0])
+    seen = []
+    for _ in range(3):
+        take(engine, new, 1)
+        seen.append(last(engine).kind)
+    assert seen == ["direct", "capture", "replay"]
+    assert engine.stats()["swept"] >= 3
+    assert new[number] == expected()[0][:4]
+
+
+def test_rows_4_3_2_1_4_keep_the_graph_of_four(engine):
+    numbers = engine.prefill(PROMPTS[:4])
+    engine.step()
+    handle = last(engine).handle
+    for number in numbers[:3]:
+        engine.release(number)
+        assert kinds(engine, 1) == ["replay"]
+    engine.prefill(PROMPTS[:3])
+    engine.step()
+    assert (last(engine).kind, last(engine).handle) == ("replay", handle)
+
+
+@pytest.mark.parametrize("call", ["launch_graph", "record_event"])
+def test_a_failing_graph_costs_no_token(engine, call):
+    (number,) = engine.prefill([PROMPTS[0]])
+    new: dict[int, list[int]] = {}
+    take(engine, new, 1)
+    engine.runtime.fail(call)
+    take(engine, new, 4)
+    assert last(engine).kind == "replay"
+    assert new[number] == expected()[0][:5]
+
+
+def test_a_step_that_failed_is_made_again(engine):
+    numbers = engine.prefill(PROMPTS[:3], max_new_tokens=3)
+    new: dict[int, list[int]] = {}
+    for _ in range(3):
+        engine.runtime.fail("read")
+        with pytest.raises(CudaError):
+            engine.step()
+        assert engine.explain_last_step().startswith("failed: ")
+        take(engine, new, 1)
+    assert engine.live == ()
+    assert [new[number] for number in numbers] == [row[:3] for row in expected()[:3]]
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_a_prompt_that_failed_leaves_nothing(engine, after):
+    engine.runtime.fail("write", after=after)
+    with pytest.raises(CudaError):
+        engine.prefill(PROMPTS[:4])
+    engine.runtime.heal()
+    stats = engine.stats()
+    assert (stats["sequences"], stats["free_sequences"], stats["free_pages"]) == (0, 4, 32)
+    assert engine.generate(PROMPTS, max_new_tokens=COUNT).tolist() == expected()
+
+
+def test_a_lost_context_ends_the_engine_and_it_says_so(engine):
+    engine.prefill(PROMPTS[:1])
+    engine.runtime.fail("execute")
+    with pytest.raises(StickyError):
+        engine.step()
+    with pytest.raises(StoreUnusable, match=r"context is lost.* wanted a new process"):
+        engine.step()
+    assert "context is lost" in engine.stats()["state"]
+    engine.close()
+
+
+def test_strict_refuses_what_is_no_replay(engine_for):
+    engine = engine_for(tiny_model(MAIN), **OPTIONS, graphs="strict", runtime=SimulatedRuntime(1 << 25))
+    engine.prefill(PROMPTS[:2])
+    with pytest.raises(NotReplayed, match="first call"):
+        engine.step()
+    engine.warmup()
+    new: dict[int, list[int]] = {}
+    take(engine, new, 2)
+    assert list(new.values()) == [row[:2] for row in expected()[:2]]
+
+
+def test_off_is_direct_always(engine_for):
+    engine = engine_for(tiny_model(MAIN), **OPTIONS, graphs="off", runtime=SimulatedRuntime(1 << 25))
+    engine.warmup()
+    assert engine.generate(PROMPTS, max_new_tokens=COUNT).tolist() == expected()
+    stats = engine.stats()
+    assert stats["direct"] == stats["steps"] and stats["graphs"] == 0
+
+
+def test_close_gives_everything_back():
+    runtime = SimulatedRuntime(1 << 25)
+    engine = Engine(tiny_model(MAIN), **OPTIONS, graphs="simulate", runtime=runtime)
+    engine.warmup()
+    engine.prefill(PROMPTS[:4])
+    engine.step()
+    assert runtime.executables and runtime.space.bytes
+    with engine:
+        engine.step()
+    engine.close()
+    assert not runtime.executables and not runtime.graphs and runtime.space.bytes == 0
+    assert engine.stats()["state"] == "closed"
+    for call in (engine.step, engine.warmup, lambda: engine.prefill([[1]]), lambda: engine.release(0)):
+        with pytest.raises(StoreUnusable, match="closed"):
+            call()
