@@ -190,6 +190,7 @@ def tuned_h200(on_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     found = Device("gpu", "NVIDIA H200", "9.0")
     for module in (triton, mosaic, prefill_triton, prefill_mosaic):
         monkeypatch.setattr(module, "device_of", lambda array: found)
+    monkeypatch.setattr(prefill_triton, "capability_of", lambda array: 90)
     for module, name in (
         (tuned, "lookup"), (tuned, "tuned_tile_for"), (prefill_triton, "choose"), (prefill_mosaic, "choose")
     ):  # fmt: skip

@@ -36,6 +36,7 @@ def specs_for(rows: int, **more):
     return attention_specs(rows, 32, 4, 128, **({"dtype": "bfloat16"} | SIZES | more))
 
 
+@pytest.mark.slow
 def test_interpreted():
     run_interpreted("attention")
 

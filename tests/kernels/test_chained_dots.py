@@ -36,6 +36,7 @@ from moe_jax.pallas_kernels.route import RouterConfig, Routing
 DTYPES = ("bfloat16", "float16", "float32")
 
 
+@pytest.mark.slow
 def test_interpreted_edges() -> None:
     """Triton decides between compiling and interpreting when it is imported, so these run in a fresh process."""
     file = Path(__file__).parent / "interpreted_edges.py"

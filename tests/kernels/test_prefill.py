@@ -37,6 +37,7 @@ QWEN3 = (8, 128, 2048, 768)
 MIXTRAL = (2, 8, 4096, 14336)
 
 
+@pytest.mark.slow
 def test_kernels_in_tritons_interpreter():
     here = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here / "interpreted_prefill.py")]

@@ -30,6 +30,7 @@ def logits_spec_for(name: str, rows: int, **more):
     return route_logits_spec(rows, config, selection_bias="selection_bias" in options, **more)
 
 
+@pytest.mark.slow
 def test_interpreted():
     run_interpreted("route or C01 or C12 or C13 or ties_go")
 

@@ -23,6 +23,7 @@ from moe_jax.pallas_kernels.sample.reference import sample as reference
 QWEN3 = 151936
 
 
+@pytest.mark.slow
 def test_interpreted():
     run_interpreted("test_sample")
 
