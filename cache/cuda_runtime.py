@@ -39,6 +39,7 @@ from cuda.core import Device, StreamOptions
 from jaxtyping import Array
 
 from moe_jax.pallas_kernels import compiled
+from moe_jax.pallas_kernels.device import MINIMUM_CAPABILITY
 from moe_jax.pallas_kernels.errors import CannotServe, CudaError, InvalidArgument
 from moe_jax.pallas_kernels.launcher import LoadedKernel, load_kernel
 from moe_jax.pallas_kernels.spec import KernelSpec
@@ -135,8 +136,8 @@ class CudaRuntime:
             major, minor = self._core.compute_capability
         self._context = self._checked("device", driver.cuCtxGetCurrent())
         self.capability = 10 * major + minor
-        if self.capability < compiled.MINIMUM_CAPABILITY:
-            wanted = f"sm_{compiled.MINIMUM_CAPABILITY} or newer"
+        if self.capability < MINIMUM_CAPABILITY:
+            wanted = f"sm_{MINIMUM_CAPABILITY} or newer"
             raise CannotServe("device", where="CudaRuntime", got=f"sm_{self.capability}", wanted=wanted)
         self.compiler = f"{_builder(self._cubins)}, sm_{self.capability}"
         self._annotate = _annotate()

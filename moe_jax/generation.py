@@ -157,7 +157,7 @@ def endings(
     tokenizer: Tokenizer | None,
 ) -> Iterator[tuple[Int32[np.ndarray, " B"], Float32[np.ndarray, " B"]]]:
     """The same steps with ended rows padded (log-probability 0), up to the one that ends the last row."""
-    checks = [_row_check(stop, tokenizer) for _ in range(rows)]
+    checks = [row_check(stop, tokenizer) for _ in range(rows)]
     live = np.ones(rows, bool)
     for tokens, logprobs in raw:
         yield np.where(live, tokens, np.int32(pad)), np.where(live, logprobs, np.float32(0))
@@ -220,7 +220,7 @@ def _is_token(value: Any, vocabulary: int) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(0 <= value < vocabulary)
 
 
-def _row_check(stop: Stop, tokenizer: Tokenizer | None) -> Callable[[int], bool]:
+def row_check(stop: Stop, tokenizer: Tokenizer | None) -> Callable[[int], bool]:
     """A function that takes a row's tokens one by one and says whether the row ends with this one."""
     last: list[int] = []
     longest = max((len(s) for s in stop.sequences), default=0)

@@ -170,7 +170,7 @@ class Model:
         """
         where = "generate"
         parameters = sampling(temperature, top_p, seed)
-        rows = self._rows(prompts)
+        rows = self.token_rows(prompts)
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, (int, np.integer)) or max_new_tokens < 1:
             raise InvalidArgument(
                 "max_new_tokens", where=where, got=repr(max_new_tokens), wanted="an integer, 1 or more"
@@ -217,7 +217,12 @@ class Model:
             self._programs = last = signature, _executables(signature), program_key(avals)
         return weights, last[1], last[2]
 
-    def _rows(self, prompts: Prompts) -> list[list[int]]:
+    def token_rows(self, prompts: Prompts) -> list[list[int]]:
+        """Token ids of each prompt, from any form that `generate` takes.
+
+        Raises:
+            InvalidArgument: no prompt, an empty one, another form, or ids out of the vocabulary.
+        """
         where = "generate(prompts)"
         rows = [self._row(item) for item in _separate(prompts)]
         if not rows:

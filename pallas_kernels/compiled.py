@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from .device import MINIMUM_CAPABILITY
 from .errors import CannotServe, InvalidArgument
 from .spec import DTYPES, KernelSpec
-
-MINIMUM_CAPABILITY = 80
 
 
 @dataclass(frozen=True, kw_only=True)

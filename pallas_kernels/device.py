@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-MINIMUM_CAPABILITY = (8, 0)
+MINIMUM_CAPABILITY = 80
 MINIMUM_JAX_TRITON = (0, 4)
 
 
@@ -48,8 +48,9 @@ def _refusal(platform: str, kind: str, capability: str | None) -> str | None:
     number = re.fullmatch(r"(\d+)\.(\d+)", capability or "")
     if number is None:
         return f"no CUDA device: the call runs on {platform} ({kind})"
-    if tuple(map(int, number.groups())) < MINIMUM_CAPABILITY:
-        wanted = ".".join(map(str, MINIMUM_CAPABILITY))
+    major, minor = map(int, number.groups())
+    if 10 * major + minor < MINIMUM_CAPABILITY:
+        wanted = f"{MINIMUM_CAPABILITY // 10}.{MINIMUM_CAPABILITY % 10}"
         return f"{kind} has compute capability {capability}, {wanted} or newer is needed"
     return _missing_package()
 

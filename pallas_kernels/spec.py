@@ -17,6 +17,17 @@ GIVEN: tuple[Role, ...] = ("in", "inout")
 # CUDA's limits on the programs of a launch.
 MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+FLOATS = ("bfloat16", "float16", "float32")
+
+
+def check_float(where: str, dtype: str, name: str = "dtype") -> None:
+    """Refuse a dtype that kernels do not compute with.
+
+    Raises:
+        InvalidArgument: naming ``name``.
+    """
+    if dtype not in FLOATS:
+        raise InvalidArgument(name, where=where, got=dtype, wanted="bfloat16, float16 or float32")
 
 
 @dataclass(frozen=True)

@@ -222,11 +222,11 @@ def test_prompts_come_in_every_form(text_model):
         [jnp.asarray(ids)],
         (tuple(ids),),
     ):
-        assert text_model._rows(form) == [ids]
+        assert text_model.token_rows(form) == [ids]
     chat = [{"role": "user", "content": "hi"}]
-    assert text_model._rows(chat) == text_model._rows([chat]) == [text_model.tokenizer.chat(chat)]
-    assert text_model._rows(["hello", "a"]) == [ids, text_model.tokenizer.encode("a")]
-    assert text_model._rows(np.asarray([[1, 2], [3, 4]], np.uint8)) == [[1, 2], [3, 4]]
+    assert text_model.token_rows(chat) == text_model.token_rows([chat]) == [text_model.tokenizer.chat(chat)]
+    assert text_model.token_rows(["hello", "a"]) == [ids, text_model.tokenizer.encode("a")]
+    assert text_model.token_rows(np.asarray([[1, 2], [3, 4]], np.uint8)) == [[1, 2], [3, 4]]
     assert text_model.generate("hello", max_new_tokens=20, stop="zzz").shape[0] == 1
 
 

@@ -23,7 +23,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from backends import assert_close, layer, normal, random_ids, routing
-from moe_jax.pallas_kernels import as_operation, device, dispatch, tuned
+from lowering import compiled_here, kernels, lowered, pretend_gpu, pretend_hopper
+from moe_jax.pallas_kernels import as_operation, device, tuned
 from moe_jax.pallas_kernels.errors import CannotServe, SlowPathWarning
 from moe_jax.pallas_kernels.experts import tile_for
 from moe_jax.pallas_kernels.grouped_moe import ExpertWeights, explain, grouped_moe, mosaic, triton
@@ -48,10 +49,7 @@ class Device(NamedTuple):
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CUDA machine, as far as the choice of a back end sees. Programs still compile for the CPU."""
-    for module in (triton, mosaic, as_operation):
-        monkeypatch.setattr(module, "triton_refusal", lambda device: None)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(dispatch, "_reported", set())
+    pretend_gpu(monkeypatch, triton, mosaic, as_operation)
 
 
 def reason(x: jax.Array, logits: jax.Array, weights: ExpertWeights) -> str:
@@ -195,7 +193,7 @@ def tuned_h200(on_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (tuned, "lookup"), (tuned, "tuned_tile_for"), (prefill_triton, "choose"), (prefill_mosaic, "choose")
     ):  # fmt: skip
         monkeypatch.setattr(module, name, functools.partial(getattr(module, name), folder=tmp_path))
-    caches = (triton._specs, mosaic._measured, prefill_triton._chosen, prefill_mosaic._chosen)
+    caches = (triton._specs, mosaic._measured, prefill_triton.tuned_tile_for, prefill_mosaic._chosen)
 
     def clear() -> None:
         for cached in caches:
@@ -248,8 +246,8 @@ def test_tuned_tiles_for_many_rows_are_what_the_launches_take(tuned_h200: Callab
 
 
 def test_which_kernels_are_faster_for_many_rows_is_tuned_too(tuned_h200: Callable[..., None]) -> None:
-    for rows, kernels, other in ((100, "triton", "mosaic"), (1000, "mosaic", "triton")):
-        assert explain(*tuned_case(rows)).backend == kernels
+    for rows, usual, other in ((100, "triton", "mosaic"), (1000, "mosaic", "triton")):
+        assert explain(*tuned_case(rows)).backend == usual
         tuned_h200("prefill", rows, {"backend": other})
         assert explain(*tuned_case(rows)).backend == other
     assert explain(*tuned_case(2000)).backend == "mosaic"  # where data ends, the rule
@@ -377,26 +375,14 @@ def test_a_program_compiled_for_the_cpu_beside_a_gpu_is_the_reference(name: str)
     """Only XLA sees for which device it compiles; the op was traced for the GPU."""
     f, args, _ = transformed(op)[name]
     wanted, _, _ = transformed(plain)[name]
-    got, want = (jax.jit(g).lower(*args).compile({"xla_backend_optimization_level": 0})(*args) for g in (f, wanted))
+    got, want = (compiled_here(g, *args) for g in (f, wanted))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert_close(a, b, 1e-5)
 
 
 @pytest.fixture
 def for_hopper(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lowering for CUDA needs on a machine without a GPU."""
-    lib = pytest.importorskip("jax_triton").triton_lib.triton_kernel_call_lib
-    if lib is None or not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
-        pytest.skip("no CUDA plugin of JAX: pip install --no-deps jax-cuda13-plugin==(version of jaxlib)")
-    monkeypatch.setattr(lib, "get_compute_capability", lambda device: 90)
-
-
-def lowered(f: Callable[..., Any], *args: Any) -> str:
-    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def kernels(text: str) -> int:
-    return text.count("stablehlo.custom_call @triton_kernel_call_ffi")
+    pretend_hopper(monkeypatch)
 
 
 @pytest.mark.usefixtures("for_hopper")

@@ -23,10 +23,10 @@ from moe_jax.pallas_kernels.prefill import (
     down_spec,
     gate_up_spec,
     plan_specs,
-    prefill_tile_for,
 )
+from moe_jax.pallas_kernels.prefill import triton as prefill
 from moe_jax.pallas_kernels.spec import Argument, KernelSpec
-from moe_jax.pallas_kernels.tuned import choose, tuned_tile_for
+from moe_jax.pallas_kernels.tuned import tuned_tile_for
 
 NAME = "device graph"
 DTYPE = "bfloat16"
@@ -73,8 +73,7 @@ def shipped_tile(shape: Shape, tokens: int, device_kind: str, capability: int) -
     size = (tokens, k, experts, hidden, inner, DTYPE)
     if tokens <= MAX_ROWS:
         return tuned_tile_for(*size, device_kind)
-    base = prefill_tile_for(*size, capability=capability)
-    return choose("prefill_triton", base, shape, tokens, DTYPE, device_kind)
+    return prefill.tuned_tile_for(*size, capability, device_kind)
 
 
 def contender(folder: Path | None, capability: int) -> Contender:

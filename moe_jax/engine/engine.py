@@ -30,7 +30,7 @@ from moe_jax.cache.decision import Mode
 from moe_jax.cache.graphs import MODES
 from moe_jax.cache.identity import Phase
 from moe_jax.errors import CannotServe, InvalidArgument
-from moe_jax.generation import _row_check, parse_stop
+from moe_jax.generation import parse_stop, row_check
 from moe_jax.model import Model
 from moe_jax.pallas_kernels.advance.specs import RUNNING
 from moe_jax.pallas_kernels.linear.heuristics import MAX_ROWS
@@ -195,7 +195,7 @@ class Engine:
             InvalidArgument: a prompt or option that can never be served.
             CannotServe: no place or not enough pages at present.
         """
-        rows = self._model._rows(prompts)
+        rows = self._model.token_rows(prompts)
         parameters = sampling(temperature, top_p, seed)
         if isinstance(top_k, bool) or not isinstance(top_k, (int, np.integer)) or not 0 <= top_k < 1 << 31:
             raise InvalidArgument("top_k", where="Engine.prefill", got=repr(top_k), wanted="an integer, 0 or more")
@@ -238,13 +238,13 @@ class Engine:
             CannotServe: no place or not enough pages at present, for any of the prompts.
         """
         where = "Engine.generate"
-        rows = self._model._rows(prompts)
+        rows = self._model.token_rows(prompts)
         parameters = sampling(temperature, top_p, seed)
         config = self._model.config
         ends = parse_stop(stop, config.eos_token_ids, config.vocab_size, self._model.tokenizer)
         for row in rows:
             self._limit(where, row, max_new_tokens)
-        checks = [_row_check(ends, self._model.tokenizer) for _ in rows]
+        checks = [row_check(ends, self._model.tokenizer) for _ in rows]
         waiting, running = deque(range(len(rows))), dict[int, int]()
         new: list[list[int]] = [[] for _ in rows]
         try:

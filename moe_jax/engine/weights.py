@@ -15,8 +15,8 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.models.rope import rotation
 from moe_jax.nnx import MoE
 from moe_jax.pallas_kernels.errors import InvalidArgument
+from moe_jax.pallas_kernels.spec import FLOATS
 
-DTYPES = ("bfloat16", "float16", "float32")
 _OF_ATTENTION = ("qkv", "qkv_bias", "out", "out_bias", "q_norm", "k_norm")
 
 
@@ -38,8 +38,8 @@ def module_weights(where: str, module: nnx.Module) -> dict[str, Array]:
             named |= {f"{i}.gate_up": block.mlp.gate_up, f"{i}.down": block.mlp.down}
     arrays = {name: _value(v) for name, v in named.items() if v is not None}
     dtype = arrays["embed"].dtype.name
-    if dtype not in DTYPES:
-        raise InvalidArgument("dtype of the model", where=where, got=dtype, wanted=", ".join(DTYPES))
+    if dtype not in FLOATS:
+        raise InvalidArgument("dtype of the model", where=where, got=dtype, wanted=", ".join(FLOATS))
     for name, array in arrays.items():
         if array.dtype.name != dtype and not name.endswith("selection_bias"):
             raise InvalidArgument(f"dtype of {name}", where=where, got=array.dtype.name, wanted=f"{dtype}, as embed")

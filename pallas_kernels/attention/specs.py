@@ -6,7 +6,7 @@ import functools
 
 from ..errors import InvalidArgument
 from ..plan.specs import power_of_two
-from ..spec import Argument, KernelSpec
+from ..spec import Argument, KernelSpec, check_float
 from . import reference
 from .heuristics import CHUNK, MAX_BLOCK_M, MAX_ROWS, Schedule, group_rows, max_dim, schedule_for, tile_keys
 
@@ -58,8 +58,7 @@ def attention_specs(
         raise InvalidArgument("rows", where=where, got=rows, wanted=f"1 to {MAX_ROWS}")
     if rows % rows_of_sequence:
         raise InvalidArgument("rows_of_sequence", where=where, got=rows_of_sequence, wanted=f"a divisor of rows={rows}")
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise InvalidArgument("dtype", where=where, got=dtype, wanted="bfloat16, float16 or float32")
+    check_float(where, dtype)
     if heads % kv_heads or heads // kv_heads > MAX_BLOCK_M:
         wanted = f"heads a multiple of kv_heads, up to {MAX_BLOCK_M} times"
         raise InvalidArgument("heads", where=where, got=f"{heads} and {kv_heads}", wanted=wanted)

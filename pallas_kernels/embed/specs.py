@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import InvalidArgument
 from ..plan.specs import power_of_two
-from ..spec import Argument, KernelSpec
+from ..spec import Argument, KernelSpec, check_float
 from .reference import embed as reference
 
 # Elements of a row that one program copies: few enough that even one row is spread over several processors.
@@ -29,8 +29,7 @@ def embed_spec(rows: int, vocabulary: int, hidden: int, *, dtype: str, pdl: bool
         raise InvalidArgument("rows", where=where, got=rows, wanted="at least 1")
     if vocabulary < 1 or hidden < 1:
         raise InvalidArgument("sizes of the table", where=where, got=f"{vocabulary} x {hidden}", wanted="at least 1")
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise InvalidArgument("dtype", where=where, got=dtype, wanted="bfloat16, float16 or float32")
+    check_float(where, dtype)
     from .triton import embed as kernel
 
     block = min(BLOCK, power_of_two(hidden))

@@ -7,7 +7,7 @@ import functools
 from ..errors import InvalidArgument
 from ..grouped_moe.activation import Activation
 from ..plan.specs import block_count, power_of_two
-from ..spec import Argument, KernelSpec
+from ..spec import Argument, KernelSpec, check_float
 from .heuristics import MAX_ROWS, Tile, down_split, tile_for
 from .reference import expert_ffn as reference
 
@@ -52,8 +52,7 @@ def expert_ffn_spec(
     where = "expert_ffn_spec"
     if not 1 <= tokens <= MAX_ROWS:
         raise InvalidArgument("rows", where=where, got=tokens, wanted=f"1 to {MAX_ROWS}")
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise InvalidArgument("dtype", where=where, got=dtype, wanted="bfloat16, float16 or float32")
+    check_float(where, dtype)
     tile = tile or tile_for(tokens, top_k, experts, hidden, inner, dtype)
     if tile.lag < 1:
         raise InvalidArgument("tile.lag", where=where, got=tile.lag, wanted="at least 1")

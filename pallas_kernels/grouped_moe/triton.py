@@ -13,12 +13,10 @@ from ..dispatch import OutOfScope
 from ..experts.heuristics import MAX_ROWS
 from ..plan.specs import plan_spec
 from ..route.config import Routing
-from ..spec import KernelSpec
+from ..spec import FLOATS, KernelSpec
 from .activation import Activation
 from .routed import by_kernels
 from .weights import ExpertWeights, MoEConfig
-
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 def refusal(x: Float[Array, "T H"], routing: Routing, weights: ExpertWeights, config: MoEConfig) -> str | None:
@@ -28,8 +26,8 @@ def refusal(x: Float[Array, "T H"], routing: Routing, weights: ExpertWeights, co
         return machine
     from ..prefill.specs import MAX_PAIRS  # which imports this package's activations
 
-    if x.dtype.name not in DTYPES:
-        return OutOfScope(f"{x.dtype.name} rows: the kernels take {', '.join(DTYPES)} and add up in float32")
+    if x.dtype.name not in FLOATS:
+        return OutOfScope(f"{x.dtype.name} rows: the kernels take {', '.join(FLOATS)} and add up in float32")
     if x.shape[0] == 0:
         return OutOfScope("0 rows: there is nothing to launch")
     if routing.ids.size > MAX_PAIRS:

@@ -7,7 +7,7 @@ import math
 
 from ..errors import InvalidArgument
 from ..plan.specs import power_of_two
-from ..spec import Argument, KernelSpec
+from ..spec import Argument, KernelSpec, check_float
 from .heuristics import block_heads
 from .reference import QkNorm
 from .reference import kv_append as reference
@@ -53,8 +53,7 @@ def kv_append_spec(
     where = "kv_append_spec"
     if rows < 1:
         raise InvalidArgument("rows", where=where, got=rows, wanted="at least 1")
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise InvalidArgument("dtype", where=where, got=dtype, wanted="bfloat16, float16 or float32")
+    check_float(where, dtype)
     if dim % 2 or heads % kv_heads:
         wanted = "an even dim, and heads a multiple of kv_heads"
         raise InvalidArgument("heads", where=where, got=f"{heads}, {kv_heads}, dim {dim}", wanted=wanted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Array
 
 from ..errors import InvalidArgument
-from ..spec import Argument, KernelSpec
+from ..spec import Argument, KernelSpec, check_float
 from .heuristics import MAX_ROWS, STEP, Tile, tile_for
 from .reference import linear as reference
 
@@ -44,11 +44,9 @@ def linear_spec(
     where = "linear_spec"
     if not 1 <= rows <= MAX_ROWS:
         raise InvalidArgument("rows", where=where, got=rows, wanted=f"1 to {MAX_ROWS}")
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise InvalidArgument("dtype", where=where, got=dtype, wanted="bfloat16, float16 or float32")
+    check_float(where, dtype)
     out_dtype = out_dtype or dtype
-    if out_dtype not in ("bfloat16", "float16", "float32"):
-        raise InvalidArgument("out_dtype", where=where, got=out_dtype, wanted="bfloat16, float16 or float32")
+    check_float(where, out_dtype, "out_dtype")
     if inputs < 1 or outputs < 1:
         raise InvalidArgument("sizes", where=where, got=f"{inputs} to {outputs}", wanted="at least 1 to 1")
     tile = tile or tile_for(rows, inputs, outputs, dtype, capability=capability)

@@ -7,7 +7,7 @@ import functools
 from ..errors import InvalidArgument
 from ..grouped_moe.activation import Activation
 from ..plan.specs import block_count, power_of_two
-from ..spec import Argument, KernelSpec
+from ..spec import Argument, KernelSpec, check_float
 from . import reference
 from .heuristics import MatmulTile, PrefillTile
 
@@ -242,8 +242,7 @@ def _matmul(
     bias: bool,
 ) -> KernelSpec:
     where = f"{name}_spec"
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise InvalidArgument("dtype", where=where, got=dtype, wanted="bfloat16, float16 or float32")
+    check_float(where, dtype)
     for label, value in (("main", tile.main), ("tail", tile.tail or 16)):
         if value != power_of_two(value) or value < 16:
             raise InvalidArgument(f"tile.{label}", where=where, got=value, wanted="a power of two, at least 16")

@@ -17,7 +17,7 @@ from . import steps
 from .heuristics import PrefillTile, candidates, prefill_tile_for
 from .specs import down_spec, gate_up_spec
 
-__all__ = ["candidates", "chosen_tile", "ffn"]
+__all__ = ["candidates", "chosen_tile", "ffn", "tuned_tile_for"]
 
 _gate_up_spec = functools.cache(gate_up_spec)
 _down_spec = functools.cache(down_spec)
@@ -31,13 +31,14 @@ def chosen_tile(x: Float[Array, "T H"], routing: Routing, sizes: tuple[int, ...]
     """
     (tokens, top_k), (experts, hidden, inner) = routing.ids.shape, sizes
     kind = device_of(x).device_kind
-    return _chosen(tokens, top_k, experts, hidden, inner, x.dtype.name, capability_of(x), kind)
+    return tuned_tile_for(tokens, top_k, experts, hidden, inner, x.dtype.name, capability_of(x), kind)
 
 
 @functools.cache
-def _chosen(
+def tuned_tile_for(
     tokens: int, top_k: int, experts: int, hidden: int, inner: int, dtype: str, capability: int, device_kind: str
 ) -> Chosen[PrefillTile]:
+    """`prefill_tile_for` where there is no tuned data for the kind of device, as JAX names it."""
     base = prefill_tile_for(tokens, top_k, experts, hidden, inner, dtype, capability=capability)
     return choose("prefill_triton", base, (hidden, inner, experts, top_k), tokens, dtype, device_kind)
 

@@ -7,13 +7,11 @@ from typing import Any
 
 from ..errors import InvalidArgument
 from ..plan.specs import power_of_two
-from ..spec import Argument, KernelSpec
+from ..spec import FLOATS, Argument, KernelSpec
 from . import reference
 from .config import RouterConfig
 from .fused import normed_route
 from .heuristics import BLOCK_ROWS, MAX_PLACES, MAX_ROWS, MAX_TOP_K, Tile, choice_warps, tile_for
-
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 def route_spec(
@@ -57,8 +55,8 @@ def route_spec(
     if hidden < 1:
         raise InvalidArgument("hidden size", where=where, got=hidden, wanted="at least 1")
     for name, given in (("dtype", dtype), ("bias", bias or dtype)):
-        if given not in DTYPES:
-            raise InvalidArgument(name, where=where, got=given, wanted=", ".join(DTYPES))
+        if given not in FLOATS:
+            raise InvalidArgument(name, where=where, got=given, wanted=", ".join(FLOATS))
     router = _router(where, config, selection_bias)
     from .triton import route as kernel
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -104,14 +100,6 @@ def append_oracle(
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
-
-
-def run_interpreted(name: str) -> None:
-    """Run the tests of one operation in interpreted_decode.py, where Triton interprets from its import on."""
-    file = str(Path(__file__).parent / "interpreted_decode.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", name]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def check_compiled(spec: KernelSpec, capability: int) -> None:

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from decode_cases import append_oracle, attention_oracle, kv_case, linear_oracle, small_linear_tile
+from interpreting import buffers, run
 
 from moe_jax.pallas_kernels.attention import Schedule, attention_specs
 from moe_jax.pallas_kernels.attention import heuristics as attention_heuristics
@@ -16,30 +17,6 @@ from moe_jax.pallas_kernels.linear import Tile, linear_spec
 
 # NumPy's own remarks on what the NaN tests do.
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value encountered")
-
-
-def buffers(spec, rng, given):
-    """Random inputs, zero state, outputs and scratch full of NaN (or a number no kernel writes)."""
-    made = {}
-    for a in spec.arguments:
-        if a.name in given:
-            made[a.name] = given[a.name]
-        elif a.role == "state":
-            made[a.name] = np.zeros(a.shape, a.dtype)
-        elif a.role in ("out", "scratch"):
-            made[a.name] = np.full(a.shape, -7 if a.dtype == "int32" else np.nan, a.dtype)
-        else:
-            made[a.name] = rng.standard_normal(a.shape).astype(a.dtype)
-    return made
-
-
-def run(spec, rng, given=None):
-    made = buffers(spec, rng, given or {})
-    interpret(spec, made)
-    for a in spec.arguments:
-        if a.role == "state":
-            assert not made[a.name].any(), f"{a.name} is left with {made[a.name]}"
-    return made
 
 
 def referenced(spec, made):

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decode_cases import BUCKETS, positions_of
+from interpreting import run
 from route_sample_cases import KINDS, SMALL_CUT, sample_case
 from triton.runtime import interpreter
 
-from moe_jax.pallas_kernels.interpret import interpret
 from moe_jax.pallas_kernels.route import RouterConfig
 from moe_jax.pallas_kernels.route.specs import route_logits_spec, route_spec
 from moe_jax.pallas_kernels.sample import sample_specs
@@ -34,25 +34,6 @@ def quick_calls(monkeypatch):
         return function.rewrite()(*args, **kwargs)
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
-
-
-def run(spec, rng, given=None):
-    """Outputs of a launch: random inputs unless given, zero state, poisoned outputs and scratch."""
-    made = {}
-    for a in spec.arguments:
-        if a.name in (given or {}):
-            made[a.name] = given[a.name]
-        elif a.role == "state":
-            made[a.name] = np.zeros(a.shape, a.dtype)
-        elif a.role in ("out", "scratch"):
-            made[a.name] = np.full(a.shape, -7 if a.dtype == "int32" else np.nan, a.dtype)
-        else:
-            made[a.name] = rng.standard_normal(a.shape).astype(a.dtype)
-    interpret(spec, made)
-    for a in spec.arguments:
-        if a.role == "state":
-            assert not made[a.name].any(), f"{a.name} is left with {made[a.name]}"
-    return made
 
 
 def referenced(spec, made):

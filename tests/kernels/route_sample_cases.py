@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 
 from moe_jax.pallas_kernels.route import RouterConfig
@@ -80,11 +75,3 @@ def route_oracle(config: RouterConfig, given, normed, ids) -> tuple[np.ndarray, 
     if config.renormalize:
         weights = weights / weights.sum(axis=1, keepdims=True)
     return choice, weights * config.scaling_factor
-
-
-def run_interpreted(names: str) -> None:
-    """Run tests of interpreted_route_sample.py, where Triton interprets from its import on."""
-    file = Path(__file__).parent / "interpreted_route_sample.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file), "-k", names]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreting import run_interpreted
 
 pytest.importorskip("triton")
 
@@ -18,7 +19,6 @@ from decode_cases import (
     on_a_gpu,
     positions_of,
     relative_error,
-    run_interpreted,
     same_bits,
 )
 
@@ -38,7 +38,7 @@ def specs_for(rows: int, **more):
 
 @pytest.mark.slow
 def test_interpreted():
-    run_interpreted("attention")
+    run_interpreted("interpreted_decode.py", "attention")
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreting import run_interpreted
 
 pytest.importorskip("triton")
 
@@ -39,10 +36,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 @pytest.mark.slow
 def test_interpreted_edges() -> None:
     """Triton decides between compiling and interpreting when it is imported, so these run in a fresh process."""
-    file = Path(__file__).parent / "interpreted_edges.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted("interpreted_edges.py")
 
 
 @pytest.mark.gpu

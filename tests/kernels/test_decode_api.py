@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import warnings
@@ -19,6 +18,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lowering import compiled_here, kernels, lowered, pretend_gpu, pretend_hopper
 from moe_jax.pallas_kernels import as_operation as shared
 from moe_jax.pallas_kernels import dispatch
 from moe_jax.pallas_kernels.attention import attention
@@ -179,9 +179,7 @@ def test_wrong_arguments(call, message):
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CUDA machine, as far as the choice of a back end sees. Programs still compile for the CPU."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(shared, "triton_refusal", lambda device: None)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(dispatch, "_reported", set())
+    pretend_gpu(monkeypatch, shared)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -245,7 +243,7 @@ def test_a_fault_inside_a_spec_is_no_reason_to_decline(monkeypatch):
 
 def test_calls_on_the_cpu_import_no_triton():
     code = (
-        "import sys; sys.path.insert(0, 'tests/kernels'); import test_decode_api as t\n"
+        "import sys; sys.path[:0] = ['tests', 'tests/kernels']; import test_decode_api as t\n"
         "for f, args in t.CALLS.values(): f(*args)\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('triton', 'jax_triton')])\n"
     )
@@ -313,25 +311,13 @@ def test_a_program_compiled_for_the_cpu_beside_a_gpu_is_the_reference(name, prog
     """Only XLA sees for which device it compiles; the op was traced for the GPU."""
     f, args, _, _ = transformed(name, "triton")[program]
     wanted, _, _, _ = transformed(name, "reference")[program]
-    got, want = (jax.jit(g).lower(*args).compile({"xla_backend_optimization_level": 0})(*args) for g in (f, wanted))
+    got, want = (compiled_here(g, *args) for g in (f, wanted))
     same(got, want, 2e-5)
 
 
 @pytest.fixture
 def for_hopper(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lowering for CUDA needs on a machine without a GPU."""
-    lib = pytest.importorskip("jax_triton").triton_lib.triton_kernel_call_lib
-    if lib is None or not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
-        pytest.skip("no CUDA plugin of JAX: pip install --no-deps jax-cuda13-plugin==(version of jaxlib)")
-    monkeypatch.setattr(lib, "get_compute_capability", lambda device: 90)
-
-
-def lowered(f: Callable[..., Any], *args: Any, **options: Any) -> str:
-    return jax.jit(f, **options).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def kernels(text: str) -> int:
-    return text.count("stablehlo.custom_call @triton_kernel_call_ffi")
+    pretend_hopper(monkeypatch)
 
 
 @pytest.mark.usefixtures("for_hopper")

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreting import run_interpreted
 
 pytest.importorskip("triton")
 
@@ -23,10 +19,7 @@ from moe_jax.pallas_kernels.errors import InvalidArgument
 
 
 def test_interpreted():
-    file = str(Path(__file__).parent / "interpreted_embed_advance.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted("interpreted_embed_advance.py")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreting import run_interpreted
 
 pytest.importorskip("triton")
 
-from decode_cases import BUCKETS, append_oracle, check_compiled, kv_case, on_a_gpu, run_interpreted, same_bits
+from decode_cases import BUCKETS, append_oracle, check_compiled, kv_case, on_a_gpu, same_bits
 
 from moe_jax.pallas_kernels.errors import InvalidArgument
 from moe_jax.pallas_kernels.kv_append import kv_append_spec
@@ -21,7 +22,7 @@ def spec_for(rows: int, norm=None, **more):
 
 
 def test_interpreted():
-    run_interpreted("kv_append")
+    run_interpreted("interpreted_decode.py", "kv_append")
 
 
 @pytest.mark.parametrize("capability", [80, 90])

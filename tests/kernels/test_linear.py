@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreting import run_interpreted
 
 pytest.importorskip("triton")
 
@@ -19,7 +20,6 @@ from decode_cases import (
     on_a_gpu,
     positions_of,
     relative_error,
-    run_interpreted,
     same_bits,
 )
 
@@ -40,7 +40,7 @@ def spec_for(name: str, rows: int, dtype: str = "bfloat16", **more):
 
 
 def test_interpreted():
-    run_interpreted("linear")
+    run_interpreted("interpreted_decode.py", "linear")
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import ACTIVATIONS
+from interpreting import run_interpreted
 
 pytest.importorskip("triton")
 
@@ -39,10 +35,7 @@ MIXTRAL = (2, 8, 4096, 14336)
 
 @pytest.mark.slow
 def test_kernels_in_tritons_interpreter():
-    here = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here / "interpreted_prefill.py")]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted("interpreted_prefill.py")
 
 
 def matmuls(tokens, shape, dtype, capability, activation=ACTIVATIONS[0], **options):

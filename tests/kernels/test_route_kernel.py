@@ -7,11 +7,12 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreting import run_interpreted
 
 pytest.importorskip("triton")
 
 from decode_cases import BUCKETS, check_compiled, on_a_gpu, positions_of, same_bits
-from route_sample_cases import ROUTERS, route_oracle, run_interpreted
+from route_sample_cases import ROUTERS, route_oracle
 
 from moe_jax.pallas_kernels.compiled import compile_spec, disassembly
 from moe_jax.pallas_kernels.errors import InvalidArgument
@@ -32,7 +33,7 @@ def logits_spec_for(name: str, rows: int, **more):
 
 @pytest.mark.slow
 def test_interpreted():
-    run_interpreted("route or C01 or C12 or C13 or ties_go")
+    run_interpreted("interpreted_route_sample.py", "route or C01 or C12 or C13 or ties_go")
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import subprocess
 import sys
 import warnings
@@ -20,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from route_sample_cases import KINDS, route_oracle, sample_case
 
+from lowering import compiled_here, kernels, lowered, pretend_gpu, pretend_hopper
 from moe_jax.pallas_kernels import as_operation as shared
 from moe_jax.pallas_kernels import dispatch
 from moe_jax.pallas_kernels.errors import CannotServe, InvalidArgument, SlowPathWarning
@@ -166,9 +166,7 @@ def test_wrong_arguments(call, message):
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CUDA machine, as far as the choice of a back end sees. Programs still compile for the CPU."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(shared, "triton_refusal", lambda device: None)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(dispatch, "_reported", set())
+    pretend_gpu(monkeypatch, shared)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -241,7 +239,7 @@ def test_what_would_be_copied_at_every_call_is_refused_with_a_warning():
 
 def test_calls_on_the_cpu_import_no_triton():
     code = (
-        "import sys; sys.path.insert(0, 'tests/kernels'); import test_route_sample_api as t\n"
+        "import sys; sys.path[:0] = ['tests', 'tests/kernels']; import test_route_sample_api as t\n"
         "for f, args, _ in t.CALLS.values(): f(*args)\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('triton', 'jax_triton')])\n"
     )
@@ -295,25 +293,13 @@ def test_a_program_compiled_for_the_cpu_beside_a_gpu_is_the_reference(name, prog
     """Only XLA sees for which device it compiles; the operation was traced for the GPU."""
     f, args = transformed(name, "triton")[program]
     wanted, _ = transformed(name, "reference")[program]
-    got, want = (jax.jit(g).lower(*args).compile({"xla_backend_optimization_level": 0})(*args) for g in (f, wanted))
+    got, want = (compiled_here(g, *args) for g in (f, wanted))
     same(got, want, 2e-5)
 
 
 @pytest.fixture
 def for_hopper(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lowering for CUDA needs on a machine without a GPU."""
-    lib = pytest.importorskip("jax_triton").triton_lib.triton_kernel_call_lib
-    if lib is None or not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
-        pytest.skip("no CUDA plugin of JAX: pip install --no-deps jax-cuda13-plugin==(version of jaxlib)")
-    monkeypatch.setattr(lib, "get_compute_capability", lambda device: 90)
-
-
-def lowered(f: Callable[..., Any], *args: Any) -> str:
-    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def kernels(text: str) -> int:
-    return text.count("stablehlo.custom_call @triton_kernel_call_ffi")
+    pretend_hopper(monkeypatch)
 
 
 @pytest.mark.usefixtures("for_hopper")

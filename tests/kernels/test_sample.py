@@ -8,11 +8,12 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreting import run_interpreted
 
 pytest.importorskip("triton")
 
 from decode_cases import BUCKETS, check_compiled, on_a_gpu, positions_of
-from route_sample_cases import KINDS, peaked, run_interpreted, sample_case
+from route_sample_cases import KINDS, peaked, sample_case
 
 from moe_jax.pallas_kernels.compiled import compile_spec, disassembly
 from moe_jax.pallas_kernels.errors import InvalidArgument
@@ -25,7 +26,7 @@ QWEN3 = 151936
 
 @pytest.mark.slow
 def test_interpreted():
-    run_interpreted("test_sample")
+    run_interpreted("interpreted_route_sample.py", "test_sample")
 
 
 @pytest.mark.parametrize("kind", ["plain", "top_p"])
