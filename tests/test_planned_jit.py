@@ -82,7 +82,10 @@ def test_a_changed_field_of_the_plan_is_refused_and_named(field):
     assert len(traces) == 3
 
 
-SHARDED = jax.sharding.NamedSharding(jax.make_mesh((2,), ("d",)), jax.sharding.PartitionSpec("d"))
+def in_two() -> jax.sharding.NamedSharding:
+    return jax.sharding.NamedSharding(jax.make_mesh((2,), ("d",)), jax.sharding.PartitionSpec("d"))
+
+
 TRANSPOSED = Format(AxisOrder((1, 0)), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
 CHANGES = {
@@ -91,7 +94,7 @@ CHANGES = {
     "weak type": (lambda: jnp.full((4, 3), 2.0), "x"),
     "committed": (lambda: on(0, jnp.asarray(X)), "x device"),
     "device": (lambda: on(1, jnp.asarray(X)), "x device"),
-    "sharding": (lambda: jax.device_put(X, SHARDED), "x device"),
+    "sharding": (lambda: jax.device_put(X, in_two()), "x device"),
     "order of axes": (lambda: jax.device_put(X, TRANSPOSED), "x order of axes"),
     "structure": (lambda: {"a": jnp.asarray(X)}, "structure of the arguments"),
     "a number": (lambda: 2.5, "x"),

@@ -252,6 +252,10 @@ def _body(
 
         def write(value, output, start, rows, limit, done):
             """``value`` of slices of the rows to ``out[start : start + limit]``, its 64 columns from ``output`` on."""
+            if outputs == DEPTH:
+                # A copy drops the number of the column block where there is one only: what lies beyond the last
+                # column, elsewhere left out by the copy engine, would be written over the first.
+                limit = lax.select(output < outputs, limit, jnp.int32(0))
             for at in range(0, rows, tile.chunk):
                 size = min(tile.chunk, rows - at)
                 buffer = out_smem.at[me, done % tile.buffers]

@@ -56,7 +56,7 @@ def thunks(folder: Path) -> str:
 def test_one_command_buffer_holds_every_launch(rows: int, kernels: int, tmp_path: Path) -> None:
     x, arrays = arguments(rows)
     w = ExpertWeights(gate_up=arrays[1], down=arrays[2])
-    assert str(explain(x, jnp.zeros((rows, 8)), w, CONFIG)) == "grouped_moe: triton"
+    assert explain(x, jnp.zeros((rows, 8)), w, CONFIG).backend == "triton"
     call = jax.jit(step, donate_argnums=0, compiler_options=OPTIONS | {"xla_dump_to": str(tmp_path)})
     call(x, arrays).block_until_ready()
     text = thunks(tmp_path)
@@ -71,6 +71,7 @@ def test_one_command_buffer_holds_every_launch(rows: int, kernels: int, tmp_path
     assert launches <= LAYERS * 20, text
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_call_costs_at_most_250_microseconds_of_the_host(rows: int) -> None:
     x, arrays = arguments(rows)
