@@ -107,7 +107,8 @@ def _linears() -> Iterator[Case]:
             base = linear.tile_for(rows, inputs, outputs, DTYPE)
             variants = {"": (base, True), "no pdl": (base, False)}
             if base.early:
-                variants["late weights"] = dataclasses.replace(base, early=False), True
+                part = inputs // base.split
+                variants |= {f"k {k}": (dataclasses.replace(base, block_k=k), True) for k in (256, 512) if k <= part}
             moved = size + rows * (inputs * ITEM + outputs * (4 if "out_dtype" in options else ITEM))
 
             def steps(rng, rows=rows, inputs=inputs, outputs=outputs, options=options, count=count) -> list[Arrays]:
@@ -149,7 +150,7 @@ def _routes() -> Iterator[Case]:
 def _attentions() -> Iterator[Case]:
     for rows in ROWS:
         base = attention.schedule_for(rows)
-        other = dataclasses.replace(base, num_stages=base.num_stages + (1 if base.num_stages < 4 else -1))
+        runs = {1, 2, 4} - {base.run}
         for length in LENGTHS:
             moved = rows * length * KV_HEADS * DIM * ITEM * 2
 
@@ -168,7 +169,7 @@ def _attentions() -> Iterator[Case]:
 
             for variant, schedule, pdl in (
                 *(("", base, True), ("no pdl", base, False)),
-                (f"{other.num_stages} stages", other, True),
+                *((f"runs of {n}", dataclasses.replace(base, run=n, runs=16 // n), True) for n in runs),
             ):
                 specs = attention.attention_specs(rows, HEADS, KV_HEADS, DIM, **PAGED, schedule=schedule, pdl=pdl)
                 yield Case(

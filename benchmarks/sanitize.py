@@ -236,10 +236,11 @@ def mosaic(rng: np.random.Generator) -> Iterator[Case]:
     from moe_jax.pallas_kernels.prefill.mosaic import ffn
     from moe_jax.pallas_kernels.route import RouterConfig, Routing
 
+    hidden, inner = 192, 64  # its copies take multiples of 64
     for tokens, dtype, layout in ((70, "bfloat16", "halves"), (300, "float16", "interleaved")):
         activation = Activation(name="swiglu", layout=layout)
         config = MoEConfig(router=RouterConfig(experts=EXPERTS, top_k=TOP_K), activation=activation)
-        shapes = (tokens, HIDDEN), (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)
+        shapes = (tokens, hidden), (EXPERTS, 2 * inner, hidden), (EXPERTS, hidden, inner)
         x, gate_up, down = (jnp.asarray(rng.standard_normal(shape) * 0.3, dtype) for shape in shapes)
         chosen = ids(rng, tokens)
         routing = Routing(jnp.asarray(chosen["scale_ptr"]), jnp.asarray(chosen["ids_ptr"]))

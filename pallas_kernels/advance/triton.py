@@ -35,8 +35,8 @@ def advance(
 ):
     """See `advance.specs.advance_spec` for the arguments."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < ROWS
     token = tl.load(token_ptr + row, mask=inside, other=-1)

@@ -19,8 +19,8 @@ def embed(
 ):
     """See `embed.specs.embed_spec` for the arguments."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(ids_ptr + row)

@@ -144,8 +144,8 @@ def expert_ffn(
 ):
     """See `experts.specs.expert_ffn_spec` for the arguments."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     ROWS: tl.constexpr = 2 * INNER if GATED else INNER
     GATE_TILES: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     COLUMNS: tl.constexpr = (HIDDEN + BLOCK_M - 1) // BLOCK_M

@@ -56,8 +56,8 @@ def kv_append(
 ):
     """See `kv_append.specs.kv_append_spec` for the arguments."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     block = tl.program_id(1)
     position = tl.load(position_ptr + row)

@@ -38,6 +38,8 @@ def linear(
     PDL: tl.constexpr,
 ):
     """See `linear.specs.linear_spec` for the arguments."""
+    if PDL:
+        gdc_launch_dependents()
     PART: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
     EVEN_K: tl.constexpr = K % (SPLIT * BLOCK_K) == 0
     tile = tl.program_id(0) // SPLIT
@@ -65,7 +67,6 @@ def linear(
                 gains = gains + (tl.load(gain_at + i * BLOCK_K),)  # noqa: RUF005
         if PDL:
             gdc_wait()
-            gdc_launch_dependents()
         xs = ()
         for i in tl.static_range(STEPS):
             xs = xs + (tl.load(x_at + i * BLOCK_K, mask=live[:, None], other=0.0),)  # noqa: RUF005
@@ -86,7 +87,6 @@ def linear(
     else:
         if PDL:
             gdc_wait()
-            gdc_launch_dependents()
         for start in range(0, PART, BLOCK_K):
             if EVEN_K:
                 if N % BLOCK_M == 0:

@@ -69,8 +69,8 @@ def plan_blocks(
 ):
     """Write a block out: its row in the weight stacks (-1 when unused) and its pairs; and the number of blocks used."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     block = tl.program_id(0)
     blocks, last = count_blocks(ids_ptr, PAIRS, PAIRS_POW2, EXPERTS, EXPERTS_POW2, BLOCK_N)
     expert, pair = find_block(ids_ptr, blocks, last, block, PAIRS, PAIRS_POW2, EXPERTS_POW2, BLOCK_N)

@@ -178,6 +178,8 @@ def route(
     PDL: tl.constexpr,
 ):
     """See `route.specs.route_spec` for the arguments."""
+    if PDL:
+        gdc_launch_dependents()
     block = tl.program_id(0)
     chunk = tl.program_id(1)
     part = tl.program_id(2)
@@ -189,7 +191,6 @@ def route(
     w = tl.load(w_at, mask=is_expert[:, None] & (k < HIDDEN)[None, :], other=0.0)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     live = row < ROWS
     x_row = x_ptr + row.to(tl.int64)[:, None] * HIDDEN
@@ -266,8 +267,8 @@ def route_logits(
 ):
     """See `route.specs.route_logits_spec` for the arguments."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     live = row < ROWS
     expert, valid = expert_of_place(EXPERTS, GROUPS, GROUPS_POW2, GROUP_POW2)

@@ -125,8 +125,8 @@ def sample_scan(
     See `sample.specs.sample_specs` for the arguments.
     """
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     way_row = way_ptr + row * 3
@@ -222,8 +222,8 @@ def sample_gather(
 ):
     """List of the tokens of a row that reach its bound, in any order. See `sample.specs.sample_specs`."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     part = tl.program_id(1)
     way = tl.load(way_ptr + row * 3)
@@ -289,8 +289,8 @@ def sample_draw(
 ):
     """The token of each row, from its list or all of the vocabulary. See `sample.specs.sample_specs`."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     part = tl.program_id(1)
     way = tl.load(way_ptr + row * 3)
