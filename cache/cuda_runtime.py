@@ -18,13 +18,16 @@ Importing this needs ``cuda-core``, making a `CudaRuntime` a CUDA device.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import itertools
 import json
+import os
 import re
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +47,7 @@ from moe_jax.pallas_kernels.errors import CannotServe, CudaError, InvalidArgumen
 from moe_jax.pallas_kernels.launcher import LoadedKernel, load_kernel
 from moe_jax.pallas_kernels.spec import KernelSpec
 
+from .arrays import check_array
 from .launches import ALIGNMENT
 from .runtime import StickyError
 
@@ -62,6 +66,8 @@ OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 COMPILED_BYTES = 16 << 20
 # From here on the host waits for a copy of its values instead of copying them once more.
 WAITED_BYTES = 1 << 20
+# Up to here what is read goes through pinned memory: one wait, where pageable memory takes two and another copy.
+PINNED_BYTES = 1 << 16
 
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 _RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -74,8 +80,23 @@ class CudaStream:
 
     owner: Any = field(repr=False)
     handle: Any
+    pinned: PinnedMemory = field(repr=False)
     capture: CudaCapture | None = field(default=None, repr=False)
     lock: Any = field(default_factory=threading.RLock, repr=False)
+
+
+class PinnedMemory:
+    """Memory of the host that the device writes into, for one reader at a time, who holds ``lock``.
+
+    Attributes:
+        address, values: of the same `PINNED_BYTES` bytes.
+    """
+
+    def __init__(self, context: Any, address: int):
+        self.address, self.lock = address, threading.Lock()
+        self.values = np.frombuffer((ctypes.c_ubyte * PINNED_BYTES).from_address(address), np.uint8)
+        free = weakref.finalize(self, _free_pinned, driver, context, address)
+        free.atexit = False  # the driver may be gone by then, and the memory goes with the process
 
 
 @dataclass(eq=False)
@@ -111,7 +132,7 @@ class CudaRuntime:
             compiles them.
 
     Attributes:
-        device: JAX's.
+        device, device_kind: JAX's.
         capability: such as 90.
 
     Raises:
@@ -130,6 +151,7 @@ class CudaRuntime:
         self._loading = threading.Lock()
         self._ranges: dict[str, AbstractContextManager[Any]] = {}
         self.device = _cuda_device(device)
+        self.device_kind = self.device.device_kind
         with self._foreign("device"):
             self._core = Device(self.device.local_hardware_id or 0)
             self._core.set_current()
@@ -157,6 +179,27 @@ class CudaRuntime:
                 self._loaded[spec.key] = kernel
             return kernel
 
+    def prepare(self, specs: Iterable[KernelSpec], progress: Callable[[int, int], object] | None = None) -> None:
+        """Compile what is not compiled yet, on as many threads as this process has CPUs, and keep it for `load`.
+
+        Triton lets go of Python's lock in MLIR, in LLVM and while it waits for ``ptxas``: three quarters of the time.
+        """
+        self._enter("prepare")
+        missing = {spec.key: spec for spec in specs if spec.key not in self._compiled}
+        if not missing:
+            return
+        report = progress or (lambda done, total: None)
+        report(0, len(missing))
+        with ThreadPoolExecutor(min(len(missing), _cpus()), "moe_jax compile") as pool:
+            compiling = [pool.submit(self._cubin, spec) for spec in missing.values()]
+            try:
+                for done, one in enumerate(as_completed(compiling), 1):
+                    one.result()
+                    report(done, len(missing))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
     def _cubin(self, spec: KernelSpec) -> compiled.CompiledKernel:
         found = self._compiled.get(spec.key)
         if found is None:
@@ -173,7 +216,8 @@ class CudaRuntime:
         self._enter("new_stream")
         with self._foreign("new_stream"):
             owner = self._core.create_stream(options=StreamOptions(nonblocking=True))
-            return CudaStream(owner, owner.handle)
+        pinned = PinnedMemory(self._context, int(self._checked("new_stream", driver.cuMemAllocHost(PINNED_BYTES))))
+        return CudaStream(owner, owner.handle, pinned)
 
     def launch(self, kernel: LoadedKernel, addresses: Sequence[int], on: CudaStream | CudaCapture) -> None:
         stream = self._enter("launch", on)
@@ -198,9 +242,16 @@ class CudaRuntime:
                 self.synchronize(stream)
 
     def read(self, address: int, dtype: str, shape: tuple[int, ...], stream: CudaStream) -> np.ndarray:
+        values = np.empty(shape, dtype)
+        if 0 < values.nbytes <= PINNED_BYTES:
+            pinned = stream.pinned
+            with pinned.lock:
+                self._queue("read", stream, driver.cuMemcpyDtoHAsync, pinned.address, address, values.nbytes)
+                self.synchronize(stream)
+                values.reshape(-1).view(np.uint8)[:] = pinned.values[: values.nbytes]
+            return values
         # Waited for first, without the stream's lock, which the copy holds until it is done.
         self.synchronize(stream)
-        values = np.empty(shape, dtype)
         if values.nbytes:
             self._queue("read", stream, driver.cuMemcpyDtoHAsync, values.ctypes.data, address, values.nbytes)
             self.synchronize(stream)
@@ -295,20 +346,18 @@ class CudaRuntime:
                 array = jnp.zeros(size, jnp.uint8, device=self.device)
             return self.hold(array)
 
-    def hold(self, array: Array) -> tuple[int, Any]:
-        """Address of an array's memory, when it has been computed, and a capsule that keeps it.
-
-        While there is a capsule, JAX refuses to donate the array, and ``delete()`` does not free the memory.
-
-        Args:
-            array: on this runtime's device only, in XLA's default layout.
-        """
-        if array.devices() != {self.device}:
-            got = ", ".join(sorted(map(str, array.devices())))
-            raise InvalidArgument("device of the array", where="CudaRuntime.hold", got=got, wanted=str(self.device))
+    def hold(self, array: Array, name: str = "the array") -> tuple[int, Any]:
+        """See `Runtime.hold`. JAX does not donate an array that has a capsule, and ``delete()`` does not free it."""
+        where = "CudaRuntime.hold"
+        check_array(where, array, name, self.device)
         with self._foreign("hold"):
             array.block_until_ready()
-            return array.unsafe_buffer_pointer(), array.__dlpack__()
+            address = array.unsafe_buffer_pointer()
+            if address % ALIGNMENT:
+                # Such as a part of another library's memory.
+                wanted = f"a multiple of {ALIGNMENT}"
+                raise InvalidArgument(f"address of {name}", where=where, got=hex(address), wanted=wanted)
+            return address, array.__dlpack__()
 
     # Profiles.
 
@@ -385,6 +434,12 @@ class CudaRuntime:
             raise self._error(call, name) from error
 
 
+def _free_pinned(driver: Any, context: Any, address: int) -> None:
+    """In any thread; what a lost context does not take back goes with the process."""
+    driver.cuCtxSetCurrent(context)
+    driver.cuMemFreeHost(address)
+
+
 def _name_of(error: Exception) -> str | None:
     """The driver's name of an error in the text of an exception."""
     text = str(error)
@@ -405,6 +460,11 @@ def _cuda_device(device: jax.Device | None) -> jax.Device:
     if device.platform != "gpu":
         raise CannotServe("device", where="CudaRuntime", got=str(device), wanted="a CUDA device")
     return device
+
+
+def _cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _builder(cubins: Path | None) -> str:

@@ -204,6 +204,8 @@ class Graphs:
             if self._unusable is None:
                 with self._guard():
                     self._store.clear()
+                    # What was written after the last step may be under way to memory that is let go now.
+                    self._runtime.synchronize(self.stream)
             if not (self._unusable or "").startswith("inert"):
                 self._unusable = self._unusable or "closed"
             # What a lost context held cannot be given back to it.

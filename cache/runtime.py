@@ -23,11 +23,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import jax
 import numpy as np
+from jaxtyping import Array
 
 from moe_jax.pallas_kernels.errors import CudaError
 from moe_jax.pallas_kernels.spec import KernelSpec
@@ -50,10 +52,16 @@ class Runtime(Protocol):
     Attributes:
         simulated: runs on the host.
         compiler: compiler and device capability, as in ``"triton 3.9.0, sm_90"``: part of every program fingerprint.
+        device: JAX's; None on the host.
+        device_kind: as JAX names it, e.g. ``"NVIDIA H200"``, by which tuned tiles are found; ``"host"``.
+        capability: such as 90; 80, the least that is served, on the host.
     """
 
     simulated: bool
     compiler: str
+    device: jax.Device | None
+    device_kind: str
+    capability: int
 
     def new_stream(self) -> Stream:
         """A stream of its owner's own, which no other stream waits for by itself."""
@@ -61,6 +69,15 @@ class Runtime(Protocol):
 
     def load(self, spec: KernelSpec) -> Kernel:
         """Compile or find, and load, so that nothing is left to the first launch. Not during capture."""
+        ...
+
+    def prepare(self, specs: Iterable[KernelSpec], progress: Callable[[int, int], object] | None = None) -> None:
+        """Compile now what `load` would compile, several at a time, so that it finds everything.
+
+        Args:
+            progress: called in this thread with kernels done and in all, from ``(0, total)`` to ``(total, total)``;
+                not where nothing is to be compiled.
+        """
         ...
 
     def launch(self, kernel: Kernel, addresses: Sequence[int], on: Stream | Capture) -> None:
@@ -124,6 +141,17 @@ class Runtime(Protocol):
 
     def allocate(self, size: int) -> tuple[int, Any]:
         """Memory of ``size`` bytes: its address, and a capsule; it is freed when the last reference to that goes."""
+        ...
+
+    def hold(self, array: Array, name: str = "the array") -> tuple[int, Any]:
+        """Memory of an array that has been computed, without a copy where the device is a real one: address, capsule.
+
+        Args:
+            name: of the array, for messages.
+
+        Raises:
+            InvalidArgument: an array that was deleted, is not on this device alone, or lies there in another order.
+        """
         ...
 
     def write(self, address: int, values: np.ndarray, stream: Stream) -> None:

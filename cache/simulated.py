@@ -5,6 +5,8 @@
 * Freed memory is filled with poison (NaN as a float, -1 as an integer) and handed out again, lowest address first.
 * Nothing queued runs until it is waited for (or `SimulatedRuntime.progress` is called), so memory that goes too early
   is already garbage when the work that names it runs.
+* An array that is held is copied into this memory, and the copy freed with its capsule: what happens to the array
+  itself afterwards, donation included, is not seen here.
 * `SimulatedRuntime.fail` makes any call fail, once or for ever, sticky or not.
 * During capture the capturing thread may not load, destroy, wait or use the captured stream: the call fails and so
   does the capture.
@@ -18,16 +20,19 @@ import itertools
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
+from jaxtyping import Array
 
+from moe_jax.pallas_kernels.device import MINIMUM_CAPABILITY
 from moe_jax.pallas_kernels.errors import CudaError, InvalidArgument
 from moe_jax.pallas_kernels.spec import GIVEN, KernelSpec
 
 from .address_space import POISON, AddressSpace, Capsule
+from .arrays import check_array
 from .runtime import StickyError
 
 
@@ -107,6 +112,9 @@ class SimulatedRuntime:
     """
 
     simulated = True
+    device = None
+    device_kind = "host"
+    capability = MINIMUM_CAPABILITY
 
     def __init__(self, capacity: int = 1 << 28, compiler: str = "simulated"):
         self.compiler = compiler
@@ -164,6 +172,11 @@ class SimulatedRuntime:
             if spec.reference is None:
                 raise InvalidArgument("reference", where="SimulatedRuntime.load", got=spec.name, wanted="one")
             return SimulatedKernel(spec)
+
+    def prepare(self, specs: Iterable[KernelSpec], progress: Callable[[int, int], object] | None = None) -> None:
+        """Nothing is compiled here."""
+        with self._call("prepare"):
+            pass
 
     def launch(self, kernel: SimulatedKernel, addresses: Sequence[int], on: SimulatedStream | SimulatedCapture) -> None:
         with self._call("launch"):
@@ -250,6 +263,13 @@ class SimulatedRuntime:
                 wanted = f"{size} bytes of {self.space.capacity}, {self.space.bytes} in use"
                 raise _error("allocate", "CUDA_ERROR_OUT_OF_MEMORY", wanted)
             return address, Capsule(self.space, address)
+
+    def hold(self, array: Array, name: str = "the array") -> tuple[int, Capsule]:
+        check_array("SimulatedRuntime.hold", array, name, None)
+        with self._call("hold"):
+            address, capsule = self.allocate(array.nbytes)
+            self._store(address, np.frombuffer(np.asarray(array).tobytes(), np.uint8))
+            return address, capsule
 
     def write(self, address: int, values: np.ndarray, stream: SimulatedStream) -> None:
         with self._call("write", using=stream):

@@ -166,6 +166,16 @@ def endings(
             return
 
 
+def gathered(
+    steps: Iterator[tuple[Int32[np.ndarray, " B"], Float32[np.ndarray, " B"]]], *, logprobs: bool, stream: bool
+) -> Any:
+    """What `Model.generate` gives of the steps: see there."""
+    if stream:
+        return steps if logprobs else (tokens for tokens, _ in steps)
+    tokens, scores = (np.stack(parts, axis=1) for parts in zip(*steps, strict=True))
+    return (tokens, scores) if logprobs else tokens
+
+
 def parse_stop(stop: Any, end_tokens: Sequence[int], vocabulary: int, tokenizer: Tokenizer | None) -> Stop:
     """Stop conditions of a user, with the model's own end-of-sequence tokens.
 

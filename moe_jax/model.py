@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -16,9 +17,10 @@ from jaxtyping import Array, Float32, Int, Int32
 from moe_jax.cache import Executables, program_key
 from moe_jax.errors import InvalidArgument
 
-from . import generation
+from . import generation, serving
 from .models.config import ModelConfig
-from .sampling import sampling
+from .sampling import Sampling, sampling
+from .serving import GraphsMode
 from .tokenizer import Tokenizer, remove_tokenizer
 
 Tokens = Int32[np.ndarray, "B N"]
@@ -48,6 +50,8 @@ class Model:
     def __init__(self, config: ModelConfig, module: nnx.Module, tokenizer: Tokenizer | None = None):
         self.config, self.module, self.tokenizer = config, module, tokenizer
         self._programs: tuple[tuple[Any, ...], Executables, str] | None = None
+        self._serving: serving.Serving | None = None
+        self._served = "generate was not called"
 
     @property
     def executables(self) -> Executables:
@@ -97,6 +101,7 @@ class Model:
         top_p: float = ...,
         seed: int = ...,
         stop: StopSpec = ...,
+        graphs: GraphsMode | None = ...,
         logprobs: Literal[False] = False,
         stream: Literal[False] = False,
     ) -> Tokens: ...
@@ -111,6 +116,7 @@ class Model:
         top_p: float = ...,
         seed: int = ...,
         stop: StopSpec = ...,
+        graphs: GraphsMode | None = ...,
         logprobs: Literal[True],
         stream: Literal[False] = False,
     ) -> tuple[Tokens, Logprobs]: ...
@@ -125,6 +131,7 @@ class Model:
         top_p: float = ...,
         seed: int = ...,
         stop: StopSpec = ...,
+        graphs: GraphsMode | None = ...,
         logprobs: bool = ...,
         stream: Literal[True],
     ) -> Iterator[Any]: ...
@@ -138,14 +145,16 @@ class Model:
         top_p: float = 1.0,
         seed: int = 0,
         stop: StopSpec = None,
+        graphs: GraphsMode | None = None,
         logprobs: bool = False,
         stream: bool = False,
     ) -> Any:
         """Continue prompts.
 
-        The first call for a batch size, a prompt bucket and a capacity (powers of two) compiles two programs; other
-        values of the options compile nothing. What is drawn for a row depends on its prompt, its index in the batch,
-        ``seed`` and the sampling options, not on the other rows.
+        On a CPU a jitted step does it: the first call for a batch size, a prompt bucket and a capacity (powers of two)
+        compiles two programs; other values of the options compile nothing. On a CUDA device a `moe_jax.Engine` does
+        it, which the model keeps for the next call: see ``graphs`` and `close`. What is drawn for a row depends on its
+        prompt, its index in the batch, ``seed`` and the sampling options, not on the other rows.
 
         Args:
             prompts: token ids ``[B, T]`` or ``[T]`` (every id counts, there is no padding in them); a list of lists
@@ -157,6 +166,12 @@ class Model:
             seed: of the random draws.
             stop: token ids, lists of ids, or strings, besides the config's end tokens. A row ends with the token
                 that completes one, and contains it. Strings are looked for in the decoded new text.
+            graphs: None: on a CUDA device whose model an engine can serve, as ``"on"``, else as ``"jit"``;
+                `explain_generate` says why. ``"jit"``: the jitted step. ``"on"``: an engine, whose steps are replayed
+                as device graphs from the third on. ``"off"``: an engine without graphs. ``"strict"``: it is warmed up
+                when it is made, and a step that is then no replay raises. ``"simulate"``: an engine on the host, a
+                test of the logic. The two paths sum in another order, so where two tokens are as good as equal, they
+                may take different ones.
             logprobs: also give each token's log-probability under the model itself (natural logarithm, before
                 temperature and top-p); 0 after a row's end.
             stream: give an iterator over steps instead, one ``[B]`` array for each (pairs with ``logprobs``).
@@ -167,6 +182,8 @@ class Model:
 
         Raises:
             InvalidArgument: a prompt or option that cannot be served, with what was got and wanted.
+            CannotServe: ``graphs`` names what cannot be had: no CUDA device, several devices, a changed module.
+            MoeJaxError: what `Engine.step` raises; the model can be used again, as far as the engine can.
         """
         where = "generate"
         parameters = sampling(temperature, top_p, seed)
@@ -185,12 +202,32 @@ class Model:
                 wanted=f"at most max_positions={self.config.max_positions}",
             )
         ends = generation.parse_stop(stop, self.config.eos_token_ids, self.config.vocab_size, self.tokenizer)
-        raw = generation.steps(rows, count, parameters, self.config.max_positions, *self._split(where))
-        padded = generation.endings(raw, len(rows), ends, self.pad_token_id, self.tokenizer)
-        if stream:
-            return padded if logprobs else (tokens for tokens, _ in padded)
-        tokens, scores = (np.stack(steps, axis=1) for steps in zip(*padded, strict=True))
-        return (tokens, scores) if logprobs else tokens
+        weights = self._weights(where)
+        found = self._on_engine(graphs, weights, rows, count, parameters, ends, logprobs=logprobs)
+        if isinstance(found, str):
+            self._served = f"jitted step: {found}"
+            raw = generation.steps(
+                rows, count, parameters, self.config.max_positions, weights, *self._compiled(weights)
+            )
+            found = generation.endings(raw, len(rows), ends, self.pad_token_id, self.tokenizer)
+        return generation.gathered(found, logprobs=logprobs, stream=stream)
+
+    def explain_generate(self) -> str:
+        """What served the last call of `generate`: an engine, in which mode, or the jitted step, and why."""
+        return self._served
+
+    def engine_stats(self) -> dict[str, Any] | None:
+        """`Engine.stats` of the engine that `generate` keeps, steps by kind and reason among them; or None."""
+        return None if self._serving is None else self._serving.stats()
+
+    def close(self) -> None:
+        """Free the engine that `generate` keeps, if any: its graphs and its memory. The model stays usable.
+
+        Calls that still run on it end first. It happens by itself when the model is gone, and at the next call after an
+        array, the structure, the config or the mode has changed, or when more room is needed.
+        """
+        if self._serving is not None:
+            self._serving.close()
 
     def save(self, path: str | Path) -> None:
         """Write a Hugging Face folder: config, weights, and the tokenizer's files if there is one.
@@ -205,17 +242,60 @@ class Model:
         else:
             self.tokenizer.save(path)
 
-    def _split(self, where: str) -> tuple[generation.Weights, Executables, str]:
-        """The module as it is now, the programs of its structure, and the key of its arrays' shapes."""
+    def _on_engine(
+        self,
+        graphs: GraphsMode | None,
+        weights: generation.Weights,
+        rows: list[list[int]],
+        count: int,
+        parameters: Sampling,
+        ends: generation.Stop,
+        *,
+        logprobs: bool,
+    ) -> Iterator[Any] | str:
+        """The steps of a generation on the engine, or why the jitted step makes them."""
+        chosen = serving.choose(graphs, weights)
+        if isinstance(chosen, str):
+            return chosen
+        from .engine.generating import columns
+
+        with _stores_lock:
+            if self._serving is None:
+                self._serving = serving.Serving()
+                weakref.finalize(self, self._serving.close).atexit = False
+        need = serving.needed(len(rows), max(map(len, rows)) + count)
+        shown = {"pad": self.pad_token_id, "tokenizer": self.tokenizer, "logprobs": logprobs}
+        source = serving.Source(self.config, self.module, weights, *chosen)
+        found = self._serving.run(
+            source,
+            need,
+            lambda engine: columns(engine, "generate", rows, count, parameters, ends, **shown),
+            automatic=graphs is None,
+        )
+        if not isinstance(found, str):
+            self._served = f'engine: graphs "{source.mode}"'
+        return found
+
+    def _weights(self, where: str) -> generation.Weights:
+        """The module as it is now, split."""
         weights = generation.split(self.module)
         _refuse_traced(where, *weights.arrays)
+        return weights
+
+    def _split(self, where: str) -> tuple[generation.Weights, Executables, str]:
+        """The module as it is now, the programs of its structure, and the key of its arrays' shapes."""
+        weights = self._weights(where)
+        return weights, *self._compiled(weights)
+
+    def _compiled(self, weights: generation.Weights) -> tuple[Executables, str]:
+        """The programs of a structure, and the key of its arrays' shapes."""
         signature = weights.signature()
         # Comparing with the last one is much faster than hashing.
         last = self._programs
         if last is None or last[0] != signature:
             avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in weights.arrays]
             self._programs = last = signature, _executables(signature), program_key(avals)
-        return weights, last[1], last[2]
+        return last[1], last[2]
 
     def token_rows(self, prompts: Prompts) -> list[list[int]]:
         """Token ids of each prompt, from any form that `generate` takes.

@@ -11,7 +11,7 @@ GPU_RUN = pytest.StashKey[bool]()
 
 def pytest_configure(config: pytest.Config) -> None:
     # Before any test module imports JAX: both variables are read when JAX makes its devices.
-    gpu_run = config.option.markexpr.strip() == "gpu"
+    gpu_run = config.option.markexpr.split()[:1] == ["gpu"]  # alone, or `gpu and …`
     config.stash[GPU_RUN] = gpu_run
     flags = ["--xla_force_host_platform_device_count=4"]
     if not gpu_run:

@@ -17,7 +17,7 @@ from flax import nnx
 
 import moe_jax
 from moe_jax import cli, doctor
-from moe_jax.cli import description
+from moe_jax.cli import decoding, description
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.families import parse_config
 from moe_jax.tokenizer import Tokenizer
@@ -94,12 +94,41 @@ def test_decode_json_is_one_object_on_stdout(command, checkpoint):
     assert len(result["tokens"]) == 100
     assert result["text"] == byte_tokenizer().decode(result["tokens"])
     assert result["counters"] == {"prompt_tokens": 2, "new_tokens": 100, "compiled_programs": 2}
+    assert result["graphs"]["served_by"] == "jitted step: the model is on a cpu"
+    assert result["graphs"]["direct"] == result["graphs"]["replayed"] == 0
     assert result["device"]["platform"] == "cpu"
     timings = result["timings"]
     assert timings["time_to_first_token_seconds"] > 0
     assert timings["compile_seconds"] > 0
     assert timings["tokens_per_second"] > 0
     assert err.splitlines() == [f"loading {checkpoint}", "compiling"]
+
+
+def test_decode_on_an_engine_says_how_its_steps_ran(command, checkpoint):
+    arguments = ("decode", "--model", checkpoint, "--prompt", "In the", "--max-new-tokens", 6)
+    _, wanted, err = command(*arguments)
+    assert "decoded by: jitted step: the model is on a cpu" in err.splitlines() and "graph steps" not in err
+    code, out, err = command(*arguments, "--graphs", "simulate")
+    assert (code, out) == (0, wanted)
+    summary = {
+        *('decoded by: engine: graphs "simulate"', "graph steps: 2 direct, 1 captured, 4 replayed"),
+        "direct because: 1 prompt, 1 first call",
+    }
+    assert summary <= set(err.splitlines()) and "graph failures" not in err
+    result = json.loads(command(*arguments, "--graphs", "simulate", "--json")[1])
+    assert result["graphs"] == {
+        **{"served_by": 'engine: graphs "simulate"', "direct": 2, "captured": 1, "updated": 0, "replayed": 4},
+        **{"reasons": {"prompt": 1, "first call": 1}, "failures": {}},
+    }
+    assert f"{result['text']}\n" == wanted
+
+
+def test_decode_says_which_graphs_failed():
+    steps = decoding.Steps("engine", direct=3, replayed=1, reasons={"graph failed": 3}, failures={"instantiate": 2})
+    assert decoding._graph_rows(steps) == [
+        *(("graph steps", "3 direct, 1 replayed"), ("direct because", "3 graph failed")),
+        ("graph failures", "2 instantiate"),
+    ]
 
 
 def scripted(monkeypatch, text: str, seen=lambda: None) -> list[tuple[list[list[int]], dict[str, object]]]:
@@ -114,6 +143,7 @@ def scripted(monkeypatch, text: str, seen=lambda: None) -> list[tuple[list[list[
 
     stats = SimpleNamespace(misses=0, compile_seconds=0.0)
     model = SimpleNamespace(tokenizer=tokenizer, generate=generate, executables=SimpleNamespace(stats=lambda: stats))
+    model.explain_generate, model.engine_stats = lambda: "a script", lambda: None
     monkeypatch.setattr(moe_jax, "load", lambda *_, **__: model, raising=False)
     return calls
 
@@ -121,10 +151,10 @@ def scripted(monkeypatch, text: str, seen=lambda: None) -> list[tuple[list[list[
 def test_options_reach_the_model(command, monkeypatch):
     calls = scripted(monkeypatch, "x")
     command("decode", "--prompt", "abc")
-    options = {"max_new_tokens": 16, "temperature": 0.9, "top_p": 0.8, "seed": 7}
+    options = {"max_new_tokens": 16, "temperature": 0.9, "top_p": 0.8, "seed": 7, "graphs": "off"}
     command(*["decode", "--prompt", "abc"], *(f"--{name.replace('_', '-')}={value}" for name, value in options.items()))
     ids = [byte_tokenizer().encode("abc")]
-    defaults = {"max_new_tokens": 200, "temperature": 0.0, "top_p": 1.0, "seed": 0}
+    defaults = {"max_new_tokens": 200, "temperature": 0.0, "top_p": 1.0, "seed": 0, "graphs": None}
     assert calls == [(ids, {**defaults, "stream": True}), (ids, {**options, "stream": True})]
 
 
@@ -268,6 +298,11 @@ def test_C114_doctor_exits_1_with_the_remedy(command, monkeypatch):
         (["decode", "--model", "{empty}"], 1, "config.json"),
         (["info", "{empty}"], 1, "config.json"),
         (["decode", "--model", "{checkpoint}", "--prompt", ""], 2, "prompt"),
+        (
+            ["decode", "--model", "{checkpoint}", "--max-new-tokens", "4", "--graphs", "on"],
+            1,
+            "wanted a model on a CUDA device",
+        ),
     ],
 )
 def test_errors_are_one_line_on_stderr(command, checkpoint, tmp_path, arguments, code, text):
@@ -291,7 +326,9 @@ def test_cuda_without_a_gpu_is_a_clear_error(command, monkeypatch):
     assert "--device cpu" in err
 
 
-@pytest.mark.parametrize("arguments", [["decode", "--bogus"], ["decode", "--device", "tpu"], ["sing"]])
+@pytest.mark.parametrize(
+    "arguments", [["decode", "--bogus"], ["decode", "--device", "tpu"], ["decode", "--graphs", "yes"], ["sing"]]
+)
 def test_usage_errors_exit_2(command, arguments):
     code, out, err = command(*arguments)
     assert (code, out) == (2, "")

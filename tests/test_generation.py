@@ -403,9 +403,9 @@ def test_decode_state_is_donated():
 def test_gpu_greedy_equals_the_full_forward_and_compiles_two_programs(compiles):
     config = tiny_config(MAIN)
     model = Model(config, tiny_module(config))
-    model.generate([1], max_new_tokens=1)
+    model.generate([1], max_new_tokens=1, graphs="jit")
     compiles.count = 0
-    tokens = model.generate(PROMPTS, max_new_tokens=200)
+    tokens = model.generate(PROMPTS, max_new_tokens=200, graphs="jit")
     assert compiles.count <= 2
     whole = np.asarray([[*PROMPTS[0], *tokens[0]]], np.int32)
     logits = np.asarray(model(whole))[0, len(PROMPTS[0]) - 1 : -1]

@@ -15,7 +15,7 @@ import typer
 
 from moe_jax import __version__
 from moe_jax.cli import bench
-from moe_jax.cli.device import DeviceName
+from moe_jax.cli.device import DeviceName, GraphsName
 from moe_jax.errors import InvalidArgument, MoeJaxError
 
 DEFAULT_PROMPT = "In the beginning"
@@ -56,6 +56,13 @@ def decode(
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     device: Annotated[DeviceName, typer.Option(help="Where to run.")] = DeviceName.auto,
+    graphs: Annotated[
+        GraphsName | None,
+        typer.Option(
+            help="Device graphs of the engine; jit runs the jitted step. On a GPU on if left out, else jit.",
+            show_default=False,
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Continue a text, printing it as it is decoded."""
@@ -64,7 +71,10 @@ def decode(
     decoding.run(
         model,
         prompt,
-        {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed},
+        {
+            **{"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed},
+            "graphs": None if graphs is None else graphs.value,
+        },
         device=device,
         as_json=json,
     )

@@ -52,9 +52,9 @@ def run(
     # PyTorch and raw launches take memory beside JAX, which else takes most of it at once.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     machine = doctor.examine()
-    capability = _capability(machine)
+    capability = capability_of(machine, WHERE)
     console = output.log_console(plain=False)
-    with _progress(console) as progress:
+    with progress_on(console) as progress:
         report = _measure(cells, machine, capability, cubins, time_limit, json, progress)
     _show(report, Console(highlight=False))
     if plot is not None:
@@ -92,12 +92,12 @@ def _measure(cells, machine, capability, cubins, time_limit, json, progress) -> 
         device=device,
         seed=secrets.randbelow(2**31),
         progress=progress,
-        keep=lambda report: _write(json, head | report),
+        keep=lambda report: write(json, head | report),
     )
     return head | measured
 
 
-def _capability(machine: doctor.Machine) -> int:
+def capability_of(machine: doctor.Machine, where: str) -> int:
     """Compute capability of the GPU that would be measured, 90 for 9.0.
 
     Raises:
@@ -107,11 +107,11 @@ def _capability(machine: doctor.Machine) -> int:
     gpus = [device for device in machine.devices if device.platform == "gpu"]
     problems = doctor.problems(machine)
     if problems:
-        raise CannotServe("no usable GPU", where=WHERE, got=problems[0].what, wanted=f"{wanted}: {problems[0].remedy}")
+        raise CannotServe("no usable GPU", where=where, got=problems[0].what, wanted=f"{wanted}: {problems[0].remedy}")
     if not gpus or gpus[0].capability is None or "." not in gpus[0].capability:
         sees = ", ".join(f"{device.kind} ({device.platform})" for device in machine.devices[:1]) or "no device"
         driver = f"NVIDIA driver {machine.driver}" if machine.driver else "no NVIDIA driver"
-        raise CannotServe("no CUDA GPU", where=WHERE, got=f"{driver}, JAX sees {sees}", wanted=wanted)
+        raise CannotServe("no CUDA GPU", where=where, got=f"{driver}, JAX sees {sees}", wanted=wanted)
     major, minor = gpus[0].capability.split(".")
     return 10 * int(major) + int(minor)
 
@@ -122,7 +122,7 @@ def _versions(packages: Sequence[str]) -> dict[str, str]:
     return versions(packages)
 
 
-def _write(path: Path | None, report: Mapping[str, Any]) -> None:
+def write(path: Path | None, report: Mapping[str, Any]) -> None:
     """Replace the file as a whole: a run that is cut off leaves the report of the cell before."""
     if path is None:
         return
@@ -132,7 +132,7 @@ def _write(path: Path | None, report: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _progress(console: Console) -> Generator[Any]:
+def progress_on(console: Console) -> Generator[Any]:
     """A bar on a terminal; a line for each measurement everywhere."""
     if not console.is_terminal:
         yield lambda done, total, text: print(f"[{done}/{total}] {text}", file=console.file, flush=True)

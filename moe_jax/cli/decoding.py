@@ -48,12 +48,33 @@ class Counters:
 
 
 @dataclass
+class Steps:
+    """The engine's steps of one run, prompts among them; all 0 where the jitted step made the tokens.
+
+    Attributes:
+        served_by: what made the tokens, and why.
+        direct, captured, updated, replayed: steps by kind.
+        reasons: of the direct ones.
+        failures: of captures and replays, by the call that failed.
+    """
+
+    served_by: str = ""
+    direct: int = 0
+    captured: int = 0
+    updated: int = 0
+    replayed: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
 class Run:
     """One decoding: what came out, and at what cost."""
 
     tokens: list[int] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
     counters: Counters = field(default_factory=Counters)
+    graphs: Steps = field(default_factory=Steps)
 
 
 def run(
@@ -94,6 +115,7 @@ def run(
             "tokens": record.tokens,
             "timings": asdict(record.timings),
             "counters": asdict(record.counters),
+            "graphs": asdict(record.graphs),
             "device": where,
         }
         print(json.dumps(result))
@@ -125,8 +147,18 @@ def _timed(model: moe_jax.Model, ids: list[int], options: Mapping[str, Any], rec
     timings.decode_seconds = last - first
     timings.compile_seconds = programs.stats().compile_seconds - before.compile_seconds
     counters.new_tokens, counters.compiled_programs = len(record.tokens), compiled
+    record.graphs = _steps(model)
     if steady_steps:
         timings.tokens_per_second = steady_steps / steady_seconds
+
+
+def _steps(model: moe_jax.Model) -> Steps:
+    """Of the model's only generation."""
+    served_by, stats = model.explain_generate(), model.engine_stats()
+    if stats is None:
+        return Steps(served_by)
+    kinds = (stats[kind] for kind in ("direct", "captures", "updates", "replays"))
+    return Steps(served_by, *kinds, reasons=stats["declines"], failures=stats["graph_error"])
 
 
 def _start_text(prompt: str, console: Console) -> None:
@@ -152,4 +184,17 @@ def _summary(name: str, device: jax.Device, record: Run) -> list[tuple[str, str]
         ("time to first token", f"{timings.time_to_first_token_seconds:.2f} s"),
         ("tokens/s", "not measured" if rate is None else f"{rate:.1f} (steps in which nothing was compiled)"),
         ("compiled programs", f"{counters.compiled_programs} in {timings.compile_seconds:.2f} s"),
+        ("decoded by", record.graphs.served_by),
+        *_graph_rows(record.graphs),
+    ]
+
+
+def _graph_rows(steps: Steps) -> list[tuple[str, str]]:
+    """None where no engine ran."""
+    kinds = {name: getattr(steps, name) for name in ("direct", "captured", "updated", "replayed")}
+    if not any(kinds.values()):
+        return []
+    counted = {"graph steps": kinds, "direct because": steps.reasons, "graph failures": steps.failures}
+    return [
+        (name, ", ".join(f"{n} {what}" for what, n in parts.items() if n)) for name, parts in counted.items() if parts
     ]

@@ -1,4 +1,4 @@
-"""Which device a command runs on, and a clear refusal where the one asked for cannot be had."""
+"""Which device a command runs on and how, and a clear refusal where the device asked for cannot be had."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ class DeviceName(enum.StrEnum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
+
+
+class GraphsName(enum.StrEnum):
+    """Choices of ``--graphs``, as `moe_jax.Model.generate` takes them."""
+
+    on = "on"
+    off = "off"
+    strict = "strict"
+    simulate = "simulate"
+    jit = "jit"
 
 
 def choose(name: DeviceName) -> jax.Device:

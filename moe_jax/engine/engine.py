@@ -6,18 +6,17 @@ import contextlib
 import itertools
 import operator
 import threading
-from collections import deque
 from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Int32
 
 from moe_jax.cache import (
     Certificate,
     Graphs,
+    Outcome,
     Registry,
     Runtime,
     SimulatedRuntime,
@@ -30,18 +29,21 @@ from moe_jax.cache.decision import Mode
 from moe_jax.cache.graphs import MODES
 from moe_jax.cache.identity import Phase
 from moe_jax.errors import CannotServe, InvalidArgument
-from moe_jax.generation import parse_stop, row_check
+from moe_jax.generation import gathered, parse_stop
 from moe_jax.model import Model
 from moe_jax.pallas_kernels.advance.specs import RUNNING
 from moe_jax.pallas_kernels.linear.heuristics import MAX_ROWS
 from moe_jax.sampling import Sampling, sampling
 
+from .building import load_kernels
+from .generating import columns
 from .host import compiled_reference
-from .memory import Memory, place_all
-from .options import check_count, cuda_runtime
+from .memory import WEIGHTS, Memory, Weights, place_all
+from .options import check_count, cuda_runtime, token_limit
+from .prompts import LONG, Prompts
 from .rows import row_block
 from .sequences import Places, Sequence
-from .step import NAMESPACE, Geometry, build, bytes_needed
+from .step import NAMESPACE, Geometry, build, bytes_needed, certificate_of
 from .weights import check_update, module_weights
 
 
@@ -74,10 +76,12 @@ class Engine:
         page_size: int = 64,
         pages: int | None = None,
         chunk: int = MAX_ROWS,
+        long_prompts: int | None = LONG,
+        weights: Weights = "held",
         graphs: Mode = "on",
         runtime: Runtime | None = None,
     ):
-        """Build the steps and copy the weights into memory of the engine's own.
+        """Build the steps, take the weights, compile the kernels.
 
         Args:
             model: with a `moe_jax.models.decoder.Decoder`; later changes of it count after `update_weights` only.
@@ -86,11 +90,13 @@ class Engine:
             page_size: tokens of a page of keys and values, a power of two.
             pages: of the pool; None: enough for all sequences at their longest.
             chunk: prompt tokens that are read at a time, 1 to 64.
+            long_prompts: tokens of the shortest prompt that a compiled program reads at once; None: none is.
+            weights: ``"held"``: the model's arrays where they stand, all on the runtime's device; ``"owned"``: copies.
             graphs: ``"on"``, ``"off"``, ``"strict"`` or ``"simulate"``, as in `moe_jax.cache.Graphs`.
             runtime: the device; None: a `SimulatedRuntime` for ``"simulate"``, else JAX's first CUDA device.
 
         Raises:
-            InvalidArgument: an option out of range, or a model that no kernel takes.
+            InvalidArgument: an option out of range, a model that no kernel takes, or an array that cannot be held.
             CannotServe: no CUDA device, and not ``"simulate"``.
         """
         where = "Engine"
@@ -98,46 +104,57 @@ class Engine:
             raise InvalidArgument("model", where=where, got=type(model).__name__, wanted="a moe_jax.Model")
         if graphs not in MODES:
             raise InvalidArgument("graphs", where=where, got=repr(graphs), wanted=" or ".join(MODES))
+        if weights not in WEIGHTS:
+            raise InvalidArgument("weights", where=where, got=repr(weights), wanted=" or ".join(WEIGHTS))
         config = model.config
         max_sequences = check_count(where, "max_sequences", max_sequences, MAX_ROWS)
         max_tokens = check_count(where, "max_tokens", max_tokens, config.max_positions)
         page_size = check_count(where, "page_size", page_size, 1 << 16)
         chunk = check_count(where, "chunk", chunk, MAX_ROWS)
+        if long_prompts is not None:
+            long_prompts = check_count(where, "long_prompts", long_prompts, 1 << 31)
         longest = -(-max_tokens // page_size)
         pages = check_count(where, "pages", max_sequences * longest if pages is None else pages, 1 << 31)
         if runtime is None and graphs != "simulate":
             runtime = cuda_runtime(where, graphs)
-        weights = module_weights(where, model.module)
+        arrays = module_weights(where, model.module)
         self._model, self._stops = model, frozenset(config.eos_token_ids)
         self._stop_list = np.asarray(config.eos_token_ids or (-1,), np.int32)
+        device = SimulatedRuntime if runtime is None else runtime
         self._geometry = Geometry(
             config=config,
-            dtype=weights["embed"].dtype.name,
-            weights=tuple((name, array.dtype.name, tuple(array.shape)) for name, array in weights.items()),
+            dtype=arrays["embed"].dtype.name,
+            weights=tuple((name, array.dtype.name, tuple(array.shape)) for name, array in arrays.items()),
             max_sequences=max_sequences,
             max_tokens=max_tokens,
             page_size=page_size,
             pages=pages,
             rows=max(max_sequences, chunk),
             stops=len(self._stop_list),
-            pdl=getattr(runtime, "capability", 0) >= 90,
+            device_kind=device.device_kind,
+            capability=device.capability,
+            pdl=device.capability >= 90,
         )
         self.decode_buckets, self.chunk_buckets = row_buckets(max_sequences), row_buckets(chunk)
-        host = runtime is None or runtime.simulated
-        options = {"transform": compiled_reference} if host else {}
+        options = {"transform": compiled_reference} if device.simulated else {}
         self._steps = build(self._geometry, self.decode_buckets, self.chunk_buckets, **options)
         # Room for the weights to move, and for what tests allocate beside it.
         self.runtime: Runtime = runtime or SimulatedRuntime(2 * bytes_needed(self._steps) + (64 << 20))
         self.registry = Registry()
         self.registry.accept(self._steps.manifest)
         self.graphs = Graphs(self.runtime, self.registry, mode=graphs)
-        self.memory = Memory(self.runtime, self.graphs.stream)
-        place_all(self.memory, self._geometry, self._steps, weights, self._stop_list)
+        self.memory = Memory(self.runtime, self.graphs.stream, weights)
+        place_all(self.memory, self._geometry, self._steps, arrays, self._stop_list)
+        # Held for as long as the engine lives: a graph that is evicted takes no kernel with it.
+        self._kernels = load_kernels(self.runtime, self._steps)
+        device_state = self.memory, self.runtime, self.graphs.stream
+        self._prompts = Prompts(self._geometry, model.module, *device_state, model.executables, long_prompts)
         self._places = Places(max_sequences, pages)
         self._sequences: dict[int, Sequence] = {}
         self._numbers = itertools.count()
         self._on_device: tuple[int, ...] | None = None
-        self._last = "no step was made"
+        # Put into words when somebody asks.
+        self._last: str | tuple[Outcome, int, int] = "no step was made"
         self._unusable: str | None = None
         self._lock = threading.RLock()
 
@@ -153,13 +170,23 @@ class Engine:
         with self._lock:
             return tuple(n for n, sequence in self._sequences.items() if not (sequence.ended or sequence.inner))
 
-    def warmup(self) -> None:
-        """Make every call that a first step would pay for: nothing is compiled, loaded or captured afterwards.
+    def warmup(self, prompts: Items[int] = ()) -> None:
+        """Make every call that first steps and prompts would pay for: nothing is compiled, loaded, captured afterwards.
 
         Every decode bucket is run direct and captured, every chunk bucket is run once, all with dead rows: no sequence
         is touched, whether there are some or not.
+
+        Args:
+            prompts: lengths of long prompts that will come: their programs are compiled too. A long prompt of another
+                bucket of lengths has its program compiled when it comes.
+
+        Raises:
+            InvalidArgument: a length that no prompt can have.
         """
-        with self._using("Engine.warmup"):
+        where = "Engine.warmup"
+        for length in prompts:
+            self._prompts.compile(check_count(where, "prompts", length, self._geometry.max_tokens))
+        with self._using(where):
             self._lay_out(())
             for bucket, launches in self._steps.decode.items():
                 self.graphs.warm(launches, self._certificate(bucket, bucket), self.memory.table)
@@ -179,7 +206,7 @@ class Engine:
     ) -> list[int]:
         """Give prompts places and pages, and read all their tokens but the last, which the next step reads.
 
-        Prompts go in chunks of at most ``chunk`` rows. All are admitted or none.
+        Prompts go in chunks of at most ``chunk`` rows, long ones through a compiled program. All are admitted or none.
 
         Args:
             prompts: as `Model.generate` takes them.
@@ -225,53 +252,30 @@ class Engine:
         top_p: float = 1.0,
         seed: int = 0,
         stop: Any = None,
-    ) -> Int32[np.ndarray, "B N"]:
+        logprobs: bool = False,
+        stream: bool = False,
+    ) -> Any:
         """Continue prompts, as `Model.generate` does; more of them than there are places wait for one.
 
-        Sequences from `prefill` stay as they are.
+        Sequences from `prefill` stay as they are. Log-probabilities are computed from the engine's logits on the host.
 
         Returns:
-            int32 ``[B, N]`` of new tokens, N being the longest row; shorter rows are filled with the pad token.
+            as `Model.generate`: int32 ``[B, N]`` of new tokens, a pair with f32 ``[B, N]``, or an iterator over steps.
+            An iterator holds places and pages from its first step to its end, or until it is closed.
 
         Raises:
             InvalidArgument: a prompt or option that can never be served.
             CannotServe: no place or not enough pages at present, for any of the prompts.
         """
         where = "Engine.generate"
-        rows = self._model.token_rows(prompts)
-        parameters = sampling(temperature, top_p, seed)
-        config = self._model.config
-        ends = parse_stop(stop, config.eos_token_ids, config.vocab_size, self._model.tokenizer)
+        model = self._model
+        rows, parameters = model.token_rows(prompts), sampling(temperature, top_p, seed)
+        ends = parse_stop(stop, model.config.eos_token_ids, model.config.vocab_size, model.tokenizer)
         for row in rows:
-            self._limit(where, row, max_new_tokens)
-        checks = [row_check(ends, self._model.tokenizer) for _ in rows]
-        waiting, running = deque(range(len(rows))), dict[int, int]()
-        new: list[list[int]] = [[] for _ in rows]
-        try:
-            while waiting or running:
-                while waiting:
-                    index = waiting[0]
-                    try:
-                        (number,) = self._admit(where, [rows[index]], [index], max_new_tokens, parameters, inner=True)
-                    except CannotServe:
-                        if not running:
-                            raise
-                        break
-                    running[number] = waiting.popleft()
-                with self._using(where):
-                    found = self._step(tuple(running))
-                    for number, token in found.items():
-                        index = running[number]
-                        new[index].append(token)
-                        if checks[index](token) or self._sequences[number].ended:
-                            del running[number]
-                            self._forget(number)
-        finally:
-            for number in running:
-                self._forget(number)
-        longest = max(map(len, new))
-        pad = self._model.pad_token_id
-        return np.asarray([row + [pad] * (longest - len(row)) for row in new], np.int32)
+            token_limit(where, self._geometry, len(row), max_new_tokens)
+        shown = {"pad": model.pad_token_id, "tokenizer": model.tokenizer, "logprobs": logprobs}
+        found = columns(self, where, rows, max_new_tokens, parameters, ends, **shown)
+        return gathered(found, logprobs=logprobs, stream=stream)
 
     def release(self, sequence: int) -> None:
         """Give a sequence's place and pages to others.
@@ -287,17 +291,19 @@ class Engine:
             self._forget(sequence)
 
     def update_weights(self, weights: Model | nnx.Module | Mapping[str, Any] | None = None) -> None:
-        """Write new weights into the engine's storage; the next step reads them, and captured graphs stay.
+        """Use new weights from the next step on: held ones in place of the old, owned ones in the old ones' storage.
 
-        Keys and values of sequences that were read with the old weights stay too.
+        Owned, captured graphs stay; held, they are destroyed, and steps are direct, captured, then replayed again
+        (`warmup` makes those calls). Keys and values of sequences that were read with the old weights stay.
 
         Args:
             weights: a model or module of the same shapes; or some arrays by name (``"embed"``, ``"0.qkv"``, …); None:
                 the engine's own model as it is now.
 
         Raises:
-            InvalidArgument: a name, shape or dtype that the engine does not have; nothing was written.
-            CudaError: some arrays may have been written, so call it again.
+            InvalidArgument: a name, shape or dtype that the engine does not have, an array that was deleted or, where
+                weights are held, is not on the device alone; nothing has changed.
+            CudaError: owned weights may have been written in part, so call it again.
         """
         where = "Engine.update_weights"
         given = self._model if weights is None else weights
@@ -306,8 +312,10 @@ class Engine:
         arrays: Mapping[str, Any] = given if isinstance(given, Mapping) else module_weights(where, given)
         check_update(where, arrays, self._geometry.weights, whole=not isinstance(given, Mapping))
         with self._using(where):
-            for name, array in arrays.items():
-                self.memory.write(name, np.asarray(array))
+            self.memory.update_weights(arrays)
+            # Graphs that name the old arrays let go of them now, not at the next step of their bucket.
+            self.graphs.sweep(self.memory.table)
+            self.graphs.drain()
 
     def stats(self) -> dict[str, Any]:
         """Counts of `Graphs.stats`, and what the engine holds."""
@@ -329,7 +337,11 @@ class Engine:
     def explain_last_step(self) -> str:
         """How the last decode step ran, in which bucket, and why if it was no replay."""
         with self._lock:
-            return self._last
+            if isinstance(self._last, str):
+                return self._last
+            outcome, rows, bucket = self._last
+        why = "" if outcome.reason is None else f" ({'; '.join(filter(None, (outcome.reason, outcome.detail)))})"
+        return f"{outcome.kind}{why}: {rows} rows in a bucket of {bucket}"
 
     def close(self) -> None:
         """Wait for everything, destroy the graphs and let go of all memory. A second call does nothing."""
@@ -340,6 +352,8 @@ class Engine:
             with contextlib.suppress(StickyError):
                 self.graphs.close()
             self.graphs.close()
+            self._kernels = ()
+            self._prompts.release()
             self.memory.release()
             self._sequences.clear()
             self._unusable = "closed"
@@ -360,37 +374,7 @@ class Engine:
                 raise
 
     def _certificate(self, rows: int, bucket: int, phase: Phase = "decode") -> Certificate:
-        """Decode rows are sequences of their own, prompt rows belong to one."""
-        return Certificate(
-            namespace=NAMESPACE,
-            owner_generation=self.registry.owner_generation(NAMESPACE),
-            semantics="independent" if phase == "decode" else "sequential",
-            rows=rows,
-            bucket=bucket,
-            sequences=rows if phase == "decode" else 1,
-            phase=phase,
-        )
-
-    def _limit(self, where: str, row: Items[int], max_new_tokens: int | None) -> int:
-        """Tokens that a sequence may come to. Needs no lock."""
-        most = self._geometry.max_tokens
-        count = most - len(row) if max_new_tokens is None else max_new_tokens
-        if max_new_tokens is not None and (
-            type(count) is bool or not isinstance(count, (int, np.integer)) or count < 1
-        ):
-            raise InvalidArgument("max_new_tokens", where=where, got=repr(count), wanted="an integer, 1 or more")
-        total = len(row) + max(1, operator.index(count))
-        if total > most:
-            got = f"{len(row)} + {total - len(row)} tokens"
-            raise InvalidArgument("prompt and new tokens", where=where, got=got, wanted=f"at most max_tokens={most}")
-        if self._pages_for(total) > self._geometry.pages:
-            got, wanted = f"{total} tokens", f"at most {self._geometry.pages} pages of {self._geometry.page_size}"
-            raise InvalidArgument("prompt and new tokens", where=where, got=got, wanted=wanted)
-        return total
-
-    def _pages_for(self, tokens: int) -> int:
-        # The last token is not read, so it has no key.
-        return -(-max(1, tokens - 1) // self._geometry.page_size)
+        return certificate_of(self.registry.owner_generation(NAMESPACE), rows, bucket, phase)
 
     def _admit(
         self,
@@ -404,9 +388,12 @@ class Engine:
         inner: bool = False,
     ) -> list[int]:
         """Take the lock and admit all prompts or none."""
-        limits = [self._limit(where, row, max_new_tokens) for row in rows]
+        limits = [token_limit(where, self._geometry, len(row), max_new_tokens) for row in rows]
+        for row in rows:
+            # Before the lock is taken: others go on meanwhile.
+            self._prompts.compile(len(row))
         with self._using(where):
-            pages = [self._pages_for(limit) for limit in limits]
+            pages = [self._geometry.pages_for(limit) for limit in limits]
             free = len(self._places.rows), len(self._places.free)
             if len(rows) > free[0] or sum(pages) > free[1]:
                 got, wanted = f"{len(rows)} and {sum(pages)}", f"at most {free[0]} and {free[1]}; release some"
@@ -434,6 +421,9 @@ class Engine:
         self.memory.write("table", entries, sequence.place * entries.nbytes)
         for name, value in (("limit", sequence.limit - 1), ("finished", RUNNING)):
             self.memory.write(name, np.asarray([value], np.int32), 4 * sequence.place)
+        if self._prompts.takes(len(sequence.tokens)):
+            self._prompts.read(sequence.tokens, sequence.pages)
+            return
         last, chunk = len(sequence.tokens) - 1, self.chunk_buckets[-1]
         for start in range(0, last, chunk):
             positions = range(start, min(start + chunk, last))
@@ -470,8 +460,7 @@ class Engine:
             self._on_device = None
             self._last = f"failed: {error}"
             raise
-        why = "" if outcome.reason is None else f" ({'; '.join(filter(None, (outcome.reason, outcome.detail)))})"
-        self._last = f"{outcome.kind}{why}: {rows} rows in a bucket of {bucket}"
+        self._last = outcome, rows, bucket
         for number, token in zip(numbers, tokens, strict=True):
             sequence = self._sequences[number]
             sequence.tokens.append(token)

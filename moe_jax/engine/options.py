@@ -11,6 +11,8 @@ import numpy as np
 from moe_jax.cache import Runtime
 from moe_jax.errors import CannotServe, InvalidArgument
 
+from .step import Geometry
+
 
 def check_count(where: str, name: str, value: Any, most: int) -> int:
     """An option as Python's own integer, refused unless it is one from 1 to ``most``.
@@ -23,17 +25,41 @@ def check_count(where: str, name: str, value: Any, most: int) -> int:
     return operator.index(value)
 
 
-def cuda_runtime(where: str, graphs: str) -> Runtime:
-    """JAX's first CUDA device. Nothing of CUDA is imported where there is none.
+def token_limit(where: str, geometry: Geometry, prompt: int, max_new_tokens: int | None) -> int:
+    """Tokens that a sequence may come to, with a prompt of so many.
 
     Raises:
-        CannotServe: there is none, or one that is too old.
+        InvalidArgument: an option out of range, or more tokens than the engine can ever hold.
     """
-    if jax.default_backend() != "gpu":
+    most = geometry.max_tokens
+    count = most - prompt if max_new_tokens is None else max_new_tokens
+    if max_new_tokens is not None and (type(count) is bool or not isinstance(count, (int, np.integer)) or count < 1):
+        raise InvalidArgument("max_new_tokens", where=where, got=repr(count), wanted="an integer, 1 or more")
+    total = prompt + max(1, operator.index(count))
+    if total > most:
+        got = f"{prompt} + {total - prompt} tokens"
+        raise InvalidArgument("prompt and new tokens", where=where, got=got, wanted=f"at most max_tokens={most}")
+    if geometry.pages_for(total) > geometry.pages:
+        got, wanted = f"{total} tokens", f"at most {geometry.pages} pages of {geometry.page_size}"
+        raise InvalidArgument("prompt and new tokens", where=where, got=got, wanted=wanted)
+    return total
+
+
+def cuda_runtime(where: str, graphs: str, device: jax.Device | None = None) -> Runtime:
+    """A CUDA device; None: JAX's first. Nothing of CUDA is imported where there is none.
+
+    Raises:
+        CannotServe: there is none, or one that is too old, or ``cuda-core`` is not installed.
+    """
+    if jax.default_backend() != "gpu" and device is None:
         got = f"graphs={graphs!r} and no CUDA device"
         raise CannotServe(
             "device", where=where, got=got, wanted='a GPU, or graphs="simulate"; Model.generate needs neither'
         )
-    from moe_jax.cache.cuda_runtime import CudaRuntime
+    try:
+        from moe_jax.cache.cuda_runtime import CudaRuntime
+    except ImportError as error:
+        wanted = "cuda-core and cuda-bindings, as the extras cuda12 and cuda13 have them"
+        raise CannotServe("packages", where=where, got=str(error), wanted=wanted) from error
 
-    return CudaRuntime()
+    return CudaRuntime(device)

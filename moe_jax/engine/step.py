@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_jax.cache import Bank, Buffer, Group, Launch, LaunchList, Manifest, Operand, dense
+from moe_jax.cache import Bank, Buffer, Certificate, Group, Launch, LaunchList, Manifest, Operand, dense
+from moe_jax.cache.identity import Phase
 from moe_jax.cache.launches import ALIGNMENT, argument_bytes
 from moe_jax.models.config import ModelConfig
 from moe_jax.pallas_kernels.advance.specs import advance_spec
 from moe_jax.pallas_kernels.attention.specs import attention_specs
+from moe_jax.pallas_kernels.device import MINIMUM_CAPABILITY
 from moe_jax.pallas_kernels.embed.specs import embed_spec
-from moe_jax.pallas_kernels.experts.heuristics import tile_for
 from moe_jax.pallas_kernels.experts.specs import expert_ffn_spec
 from moe_jax.pallas_kernels.kv_append.specs import kv_append_spec
 from moe_jax.pallas_kernels.linear.specs import linear_spec
@@ -35,6 +36,7 @@ from moe_jax.pallas_kernels.route import RouterConfig
 from moe_jax.pallas_kernels.route.specs import route_spec
 from moe_jax.pallas_kernels.sample.specs import sample_specs
 from moe_jax.pallas_kernels.spec import KernelSpec
+from moe_jax.pallas_kernels.tuned import tuned_tile_for
 
 NAMESPACE = "main"
 # Pieces of scratch begin on cache lines of their own.
@@ -65,6 +67,8 @@ class Geometry:
         pages: of the pool, each in every layer.
         rows: most rows of a launch.
         stops: tokens that end a sequence.
+        device_kind: whose tuned tiles are taken, as JAX names it.
+        capability: of the device, such as 90.
         pdl: kernels are launched while the ones before still run (sm_90).
     """
 
@@ -77,12 +81,18 @@ class Geometry:
     pages: int
     rows: int
     stops: int
+    device_kind: str = "host"
+    capability: int = MINIMUM_CAPABILITY
     pdl: bool = False
 
     @property
     def max_pages(self) -> int:
         """Pages of the longest sequence."""
         return -(-self.max_tokens // self.page_size)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages of a sequence that comes to so many tokens, the last of which is not read and so has no key."""
+        return -(-max(1, tokens - 1) // self.page_size)
 
     @property
     def stride(self) -> int:
@@ -239,6 +249,24 @@ def manifest(geometry: Geometry) -> Manifest:
     return Manifest(NAMESPACE, groups)
 
 
+@functools.lru_cache(maxsize=1024)
+def certificate_of(generation: int, rows: int, bucket: int, phase: Phase) -> Certificate:
+    """Decode rows are sequences of their own, prompt rows belong to one. Equal steps get the same object, made once.
+
+    Args:
+        generation: of the engine's namespace.
+    """
+    return Certificate(
+        namespace=NAMESPACE,
+        owner_generation=generation,
+        semantics="independent" if phase == "decode" else "sequential",
+        rows=rows,
+        bucket=bucket,
+        sequences=rows if phase == "decode" else 1,
+        phase=phase,
+    )
+
+
 def _place(call: Call, argument: str, role: str) -> str:
     name = argument.removesuffix("_ptr")
     if role == "state":
@@ -265,10 +293,11 @@ def _decode(g: Geometry, rows: int) -> Iterator[Call]:
     head = "head" if "head" in g.present else "embed"
     yield Call(
         _spec(
-            g, linear_spec, rows, c.hidden_size, c.vocab_size, dtype=g.dtype, out_dtype="float32", norm_eps=c.norm_eps
+            g, linear_spec, rows, c.hidden_size, c.vocab_size, dtype=g.dtype, out_dtype="float32", norm_eps=c.norm_eps,
+            capability=g.capability,
         ),
         {"x": "@x", "gain": "norm", "w": head, "bias": None, "residual": None, "out": "logits"},
-    )
+    )  # fmt: skip
     between = {name: f"@{name}" for name in ("top", "unit", "bound", "way", "found", "list")}
     fields = {name: f"rows.{name}" for name in ("seed", "temperature", "top_k", "top_p")}
     given = {"logits": "logits", "position": "rows.following", "sequence": "rows.draw", **fields, **between}
@@ -316,7 +345,7 @@ def _attention(g: Geometry, rows: int, rows_of_sequence: int, i: int) -> Iterato
     yield Call(
         _spec(
             g, linear_spec, rows, c.hidden_size, q + 2 * kv, dtype=g.dtype, norm_eps=c.norm_eps,
-            bias=weight("qkv_bias") is not None,
+            bias=weight("qkv_bias") is not None, capability=g.capability,
         ),
         {
             **{"x": "@x", "gain": weight("attention_norm"), "w": weight("qkv"), "bias": weight("qkv_bias")},
@@ -335,14 +364,16 @@ def _attention(g: Geometry, rows: int, rows_of_sequence: int, i: int) -> Iterato
         },
     )  # fmt: skip
     attend, combine = _spec(
-        g, attention_specs, *sizes, dtype=g.dtype, **cache, rows_of_sequence=rows_of_sequence, window=window
-    )
+        g, attention_specs, *sizes, dtype=g.dtype, **cache, rows_of_sequence=rows_of_sequence, window=window,
+        capability=g.capability,
+    )  # fmt: skip
     yield Call(attend, {"q": "@q", **state, **pages})
     pieces = {"vector": "@vector", "weight": "@weight", "position": "rows.position"}
     yield Call(combine, {**pieces, "sink": None, "out": "@mixed"})
     yield Call(
         _spec(
-            g, linear_spec, rows, q, c.hidden_size, dtype=g.dtype, bias=weight("out_bias") is not None, residual=True
+            g, linear_spec, rows, q, c.hidden_size, dtype=g.dtype, bias=weight("out_bias") is not None, residual=True,
+            capability=g.capability,
         ),
         {
             **{"x": "@mixed", "gain": None, "w": weight("out"), "bias": weight("out_bias"), "residual": "@x"},
@@ -402,14 +433,15 @@ def _experts(
     c = g.config
     k, experts = router.top_k, router.experts
     block = {"used": None, "block_row": None, "block_pair": None}
+    # As `grouped_moe` chooses inside jit, so that both sum in one order.
+    tile = tuned_tile_for(rows, k, experts, c.hidden_size, inner, g.dtype, g.device_kind).tile
     if rows > 1:
-        tile = tile_for(rows, k, experts, c.hidden_size, inner, g.dtype)
         yield Call(_spec(g, plan_spec, rows, k, experts, tile.block_n), {"ids": "@chosen", "weight_row": None})
         block = {name: f"@{name}" for name in block}
     up, up_bias, down, down_bias = banks
     spec = _spec(
         g, expert_ffn_spec, rows, k, experts, c.hidden_size, inner, dtype=g.dtype, activation=c.moe.activation,
-        gate_up_bias=up_bias is not None, down_bias=down_bias is not None, residual=True,
+        gate_up_bias=up_bias is not None, down_bias=down_bias is not None, residual=True, tile=tile,
     )  # fmt: skip
     yield Call(
         spec,

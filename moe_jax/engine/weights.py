@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
+from moe_jax.layer import NAMES
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.rope import rotation
@@ -24,19 +26,13 @@ def module_weights(where: str, module: nnx.Module) -> dict[str, Array]:
     """Every array of a decoder: ``"embed"``, ``"0.qkv"``, ``"0.gate_up"``, …; options that it lacks are not there.
 
     Raises:
-        InvalidArgument: another module, or arrays of several dtypes or of one that no kernel takes.
+        InvalidArgument: another module, an array that was deleted, or arrays of several dtypes or of one that no
+            kernel takes.
     """
     if not isinstance(module, Decoder):
         raise InvalidArgument("module", where=where, got=type(module).__name__, wanted="a Decoder")
-    named: dict[str, Any] = {"embed": module.embed, "norm": module.norm, "head": module.head}
-    for i, block in enumerate(module.blocks):
-        named |= {f"{i}.attention_norm": block.attention_norm, f"{i}.mlp_norm": block.mlp_norm}
-        named |= {f"{i}.{name}": getattr(block.attention, name) for name in _OF_ATTENTION}
-        if isinstance(block.mlp, MoE):
-            named |= {f"{i}.{name}": array for name, array in block.mlp.arrays().items()}
-        else:
-            named |= {f"{i}.gate_up": block.mlp.gate_up, f"{i}.down": block.mlp.down}
-    arrays = {name: _value(v) for name, v in named.items() if v is not None}
+    arrays = {name: getattr(*place)[...] for name, place in module_places(module).items()}
+    check_there(where, arrays)
     dtype = arrays["embed"].dtype.name
     if dtype not in FLOATS:
         raise InvalidArgument("dtype of the model", where=where, got=dtype, wanted=", ".join(FLOATS))
@@ -44,6 +40,17 @@ def module_weights(where: str, module: nnx.Module) -> dict[str, Array]:
         if array.dtype.name != dtype and not name.endswith("selection_bias"):
             raise InvalidArgument(f"dtype of {name}", where=where, got=array.dtype.name, wanted=f"{dtype}, as embed")
     return arrays
+
+
+def module_places(module: Decoder) -> dict[str, tuple[Any, str]]:
+    """Where a decoder keeps the arrays of `module_weights`, by the same names: an object and its attribute."""
+    places: dict[str, tuple[Any, str]] = {name: (module, name) for name in ("embed", "norm", "head")}
+    for i, block in enumerate(module.blocks):
+        places |= {f"{i}.{name}": (block, name) for name in ("attention_norm", "mlp_norm")}
+        places |= {f"{i}.{name}": (block.attention, name) for name in _OF_ATTENTION}
+        names = NAMES if isinstance(block.mlp, MoE) else ("gate_up", "down")
+        places |= {f"{i}.{name}": (block.mlp, name) for name in names}
+    return {name: place for name, place in places.items() if getattr(*place) is not None}
 
 
 def check_update(
@@ -62,6 +69,7 @@ def check_update(
     odd = sorted(arrays.keys() - wanted.keys()) or (sorted(wanted.keys() - arrays.keys()) if whole else [])
     if odd:
         raise InvalidArgument("names", where=where, got=odd, wanted=f"{'all' if whole else 'some'} of {list(wanted)}")
+    check_there(where, arrays)
     for name, array in arrays.items():
         dtype, shape = wanted[name]
         if (array.dtype.name, tuple(array.shape)) != (dtype, shape):
@@ -69,11 +77,20 @@ def check_update(
             raise InvalidArgument(f"array {name}", where=where, got=got, wanted=f"{dtype}{list(shape)}")
 
 
+def check_there(where: str, arrays: Mapping[str, Any]) -> None:
+    """Refuse what has no values.
+
+    Raises:
+        InvalidArgument: naming the array.
+    """
+    for name, array in arrays.items():
+        if not isinstance(array, (jax.Array, np.ndarray)) or isinstance(array, jax.core.Tracer):
+            raise InvalidArgument(f"array {name}", where=where, got=type(array).__name__, wanted="a jax.Array")
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise InvalidArgument(f"array {name}", where=where, got="deleted", wanted="one that has its values")
+
+
 def rotation_tables(config: ModelConfig, positions: int) -> tuple[np.ndarray, np.ndarray]:
     """Cosines and sines, f32 ``[positions, head_dim / 2]``."""
     turn = rotation(config.rope, config.head_dim, jnp.arange(positions, dtype=jnp.int32)[None])
     return np.asarray(turn.cos[0]), np.asarray(turn.sin[0])
-
-
-def _value(variable: Any) -> Array:
-    return variable[...] if isinstance(variable, nnx.Variable) else variable

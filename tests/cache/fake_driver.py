@@ -84,6 +84,7 @@ class FakeDriver:
         self.specs: dict[bytes, KernelSpec] = {}
         self.functions: dict[int, KernelSpec] = {}
         self.events: dict[int, tuple[Stream, int]] = {}
+        self.pinned: dict[int, np.ndarray] = {}
         self._flights: dict[int, list[tuple[Stream, int]]] = {}
         self._faults: list[list[Any]] = []
         self._lost: Any = None
@@ -172,6 +173,15 @@ class FakeDriver:
         if error is None:
             memory(target, size)[:] = memory(source, size)
         return (error or Result.CUDA_SUCCESS,)
+
+    def _cuMemAllocHost(self, size: int) -> tuple[Any, ...]:
+        array = np.zeros(size, np.uint8)
+        self.pinned[array.ctypes.data] = array
+        return Result.CUDA_SUCCESS, array.ctypes.data
+
+    def _cuMemFreeHost(self, address: int) -> tuple[Any, ...]:
+        del self.pinned[address]
+        return (Result.CUDA_SUCCESS,)
 
     def _cuStreamSynchronize(self, stream: Any) -> tuple[Any, ...]:
         assert self.stream(stream).nodes is None

@@ -67,8 +67,20 @@ def test_the_calls_of_each_kind_of_step(made):
         assert number == 0 or len(fake.calls) == len(calls)
     fake.calls.clear()
     world.graphs.close()
-    assert fake.calls == ["cuEventQuery", "cuEventSynchronize", "cuGraphExecDestroy"]
+    assert fake.calls == ["cuEventQuery", "cuEventSynchronize", "cuGraphExecDestroy", "cuStreamSynchronize"]
     nothing_leaked(world, fake)
+
+
+def test_close_waits_for_what_was_written_since_the_last_step(made):
+    """Its memory is given to other arrays afterwards."""
+    runtime, fake = made
+    world = World(runtime=runtime, mode="on")
+    world.step(ROWS)
+    world.inputs(ROWS, ROWS)
+    stream = fake.stream(world.graphs.stream.handle)
+    assert stream.waiting
+    world.graphs.close()
+    assert not stream.waiting
 
 
 def test_steps_of_every_kind_have_the_bits_of_the_oracle(made):

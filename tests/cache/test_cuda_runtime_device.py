@@ -7,12 +7,14 @@ import ctypes
 import gc
 import sys
 import threading
+import time
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 
 pytest.importorskip("cuda.core")
 
@@ -26,8 +28,10 @@ from moe_jax.cache.runtime import StickyError, no_collection
 from moe_jax.pallas_kernels import compiled
 from moe_jax.pallas_kernels.embed import embed_spec
 from moe_jax.pallas_kernels.errors import CannotServe, CudaError, InvalidArgument
+from moe_jax.pallas_kernels.spec import KernelSpec
 
 ROWS = 2
+COMPILE = compiled.compile_spec
 
 
 @pytest.fixture
@@ -183,9 +187,30 @@ def test_an_array_is_held_where_it_is(made):
     wanted = np.asarray(array).tobytes()
     array.delete()
     assert memory(address, 24).tobytes() == wanted and capsule is not None
-    other = jax.device_put(np.zeros(4), jax.devices()[1])
-    with pytest.raises(InvalidArgument, match="device of the array"):
-        runtime.hold(other)
+
+
+def test_an_array_that_cannot_be_held_is_refused_by_its_name(made, monkeypatch):
+    runtime, _ = made
+    first, second = jax.devices()[:2]
+    array = jnp.zeros((4, 8))
+    gone, mesh = jnp.copy(array), jax.sharding.Mesh(np.asarray([first, second]), ("x",))
+    gone.delete()
+    columns = Format(Layout((1, 0)), jax.sharding.SingleDeviceSharding(first))
+    for given, message in [
+        (np.zeros(4, np.float32), "0.qkv: got ndarray, wanted a jax.Array"),
+        (gone, "0.qkv: got a deleted array"),
+        (jax.device_put(array, second), "device of 0.qkv: got cpu:1, wanted cpu:0 and no other"),
+        (jax.device_put(array, jax.NamedSharding(mesh, jax.P("x"))), "device of 0.qkv: got cpu:0, cpu:1, wanted cpu:0"),
+        (jax.device_put(array, columns), r"layout of 0.qkv: got axes in order \(1, 0\), wanted row-major"),
+    ]:
+        with pytest.raises(InvalidArgument, match=rf"CudaRuntime.hold: {message}"):
+            runtime.hold(given, "0.qkv")
+    with pytest.raises(InvalidArgument, match="device of the array: got cpu:1"):
+        runtime.hold(jax.device_put(array, second))
+    # XLA on the host takes no memory of others that begins anywhere.
+    monkeypatch.setattr(cuda_runtime, "ALIGNMENT", 1 << 30)
+    with pytest.raises(InvalidArgument, match=r"CudaRuntime.hold: address of 0.qkv: got 0x.*, wanted a multiple of"):
+        runtime.hold(array, "0.qkv")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
@@ -247,6 +272,68 @@ def test_a_kernel_that_does_not_load_says_why(made):
     with pytest.raises(CudaError, match=r"CudaRuntime.load: .*CUDA_ERROR_OUT_OF_MEMORY"):
         runtime.load(doubling())
     runtime.load(doubling())
+
+
+def kernels(count: int) -> list[KernelSpec]:
+    return [embed_spec(rows, 10, 8, dtype="float32") for rows in range(1, count + 1)]
+
+
+def test_kernels_are_compiled_several_at_a_time_each_once_and_loaded_without_a_compiler(made, monkeypatch):
+    runtime, fake = made
+    compiled_keys, together = [], threading.Barrier(4, timeout=60)
+
+    def compile_spec(spec, capability):
+        together.wait()  # four are at it, or this fails
+        compiled_keys.append((spec.key, capability))
+        return fake.compile(spec, capability)
+
+    monkeypatch.setattr(cuda_runtime, "_cpus", lambda: 4)
+    monkeypatch.setattr(compiled, "compile_spec", compile_spec)
+    reports, specs = [], kernels(8)
+    runtime.prepare([*specs, *kernels(8)], lambda *counts: reports.append((*counts, threading.current_thread())))
+    assert sorted(compiled_keys) == sorted((spec.key, 90) for spec in specs)
+    assert reports == [(done, 8, threading.current_thread()) for done in range(9)]
+    monkeypatch.setattr(compiled, "compile_spec", None)
+    assert [runtime.load(spec).spec for spec in specs] == specs
+    runtime.prepare(kernels(8), lambda *counts: reports.append(counts))
+    assert len(reports) == 9
+
+
+def test_a_kernel_that_does_not_compile_ends_the_others(made, monkeypatch):
+    runtime, fake = made
+    seen, specs = [], kernels(40)
+
+    def compile_spec(spec, capability):
+        seen.append(spec.key)
+        time.sleep(0.01)
+        if spec.key == specs[1].key:
+            raise CannotServe("kernel", where="test", got="one", wanted="another")
+        return fake.compile(spec, capability)
+
+    monkeypatch.setattr(cuda_runtime, "_cpus", lambda: 1)
+    monkeypatch.setattr(compiled, "compile_spec", compile_spec)
+    with pytest.raises(CannotServe, match="test: kernel: got one"):
+        runtime.prepare(specs)
+    assert len(seen) < 40 and not any("moe_jax" in thread.name for thread in threading.enumerate())
+    monkeypatch.setattr(compiled, "compile_spec", fake.compile)
+    runtime.prepare(specs)
+    assert len(runtime._compiled) == 40
+
+
+def test_tritons_compiler_gives_the_same_kernels_to_threads(made, monkeypatch, tmp_path):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(compiled, "compile_spec", COMPILE)
+    monkeypatch.setattr(cuda_runtime, "_cpus", lambda: 4)
+    found = []
+    for name, runtime in (("one by one", CudaRuntime()), ("together", CudaRuntime())):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / name))
+        if name == "together":
+            runtime.prepare(kernels(6))
+            assert set(runtime._compiled) == {spec.key for spec in kernels(6)}
+        found.append([runtime._cubin(spec).cubin for spec in kernels(6)])
+        # Triton's own cache has them too.
+        assert len(list((tmp_path / name).rglob("*.cubin"))) >= len(set(found[-1]))
+    assert found[0] == found[1]
 
 
 def test_kernels_may_come_from_a_folder_alone(monkeypatch, tmp_path):

@@ -11,7 +11,6 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +24,11 @@ from device_step import DeviceWorld, manifest, same_at_every_step
 from fake_driver import recorded
 from test_cuda_runtime import CALLS
 
+from cuda_device import CALLS as METHODS
+from cuda_device import free_bytes, watch
 from moe_jax.cache import cuda_runtime
 from moe_jax.cache.cuda_runtime import COMPILED_BYTES, CudaRuntime
 from moe_jax.cache.outcome import Reason
-from moe_jax.pallas_kernels import launcher
 from moe_jax.pallas_kernels.embed import embed_spec
 from moe_jax.pallas_kernels.errors import CudaError
 
@@ -38,33 +38,6 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def runtime():
     return CudaRuntime()
-
-
-class Failing:
-    """The real driver, some calls of which fail."""
-
-    def __init__(self) -> None:
-        self.faults: dict[str, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self.faults:
-            return getattr(driver, name)
-        error = self.faults.pop(name)
-
-        def call(*arguments: Any) -> tuple[Any, ...]:
-            if name == "cuStreamEndCapture":
-                # A capture is over, whatever came of it.
-                _, graph = driver.cuStreamEndCapture(*arguments)
-                driver.cuGraphDestroy(graph)
-            return (error,)
-
-        return call
-
-
-def free_bytes() -> int:
-    error, free, _ = driver.cuMemGetInfo()
-    assert error == driver.CUresult.CUDA_SUCCESS
-    return free
 
 
 @pytest.mark.parametrize(("rows", "pdl"), [(1, True), (2, True), (4, False), (4, True), (64, True)])
@@ -119,15 +92,13 @@ def test_a_capture_is_a_chain_of_all_launches(runtime):
 
 @pytest.mark.parametrize("call", [name for name in CALLS if name != "cuMemcpyDtoDAsync"])
 def test_a_call_that_fails_leaves_nothing_behind_and_the_next_one_recovers(runtime, monkeypatch, call):
-    failing = Failing()
-    for module in (cuda_runtime, launcher):
-        monkeypatch.setattr(module, "driver", failing)
+    watched = watch(monkeypatch)
     worlds = [DeviceWorld(runtime, 2, draws=True, pdl=True, mode=mode) for mode in ("off", "on")]
     replayed = worlds[1]
     for world in worlds:
         world.step()
     worlds[0].step()
-    failing.faults[call] = driver.CUresult.CUDA_ERROR_UNKNOWN
+    watched.fail(METHODS[call])
     outcome = replayed.step()
     assert outcome.reason is Reason.GRAPH_FAILED and outcome.detail.startswith(CALLS[call])
     assert replayed.graphs.stats()["graphs"] == 0 and worlds[0].bits() == replayed.bits()
@@ -264,7 +235,9 @@ def test_two_engines_in_two_threads_beside_compilation_and_copies(runtime):
     assert errors == [] and gc.isenabled()
 
 
+@pytest.mark.alone
 def test_captures_and_evictions_leave_memory_flat(runtime):
+    """Free memory is that of the whole device, whoever uses it."""
     world = DeviceWorld(runtime, 4, draws=True, pdl=True, mode="on", max_entries=1)
     free = []
     for _ in range(60):

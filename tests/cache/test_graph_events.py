@@ -1,17 +1,21 @@
-"""Every row of the table of events, for ordinary and for required steps."""
+"""Every row of the table of events, for ordinary and for required steps, on the simulated device and on a GPU."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from toy_step import EXPERTS, GROUPS, World, equal_list, manifest, step_launches, weights
 
 from moe_jax.cache.events import EFFECTS, Event, markdown
-from moe_jax.cache.launches import Operand
+from moe_jax.cache.launches import Operand, dense
 from moe_jax.cache.outcome import Reason, RequiredStepFailed
+from moe_jax.cache.resources import Resource, next_serial
 from moe_jax.errors import InvalidArgument
 
 ROWS = 2
@@ -72,7 +76,8 @@ def slotted():
         if not getattr(launch, "expert", False):
             return launch
         arguments = tuple(replace(a, shape=(3, *a.shape[1:])) if a.name in BANKS else a for a in launch.spec.arguments)
-        return replace(launch, spec=replace(launch.spec, arguments=arguments))
+        constants = tuple((name, 3 if name == "SLOTS" else value) for name, value in launch.spec.constexprs)
+        return replace(launch, spec=replace(launch.spec, arguments=arguments, constexprs=constants))
 
     return replace(
         launches,
@@ -124,9 +129,9 @@ HAPPENINGS = {
 }
 
 
-def after(event: Event) -> tuple[World, dict, object]:
+def after(world_for: Callable[..., World], event: Event) -> tuple[World, dict, object]:
     """A warm world in which the event has happened, what changes for the steps, and the old executable."""
-    world = World(decode_boundary_overlap=event is Event.PROPERTIES_UPDATED)
+    world = world_for(decode_boundary_overlap=event is Event.PROPERTIES_UPDATED)
     world.warm(ROWS)
     handle = world.step(ROWS).handle
     changes = HAPPENINGS[event](world) or {}
@@ -138,8 +143,8 @@ def test_the_table_is_whole():
 
 
 @pytest.mark.parametrize("event", Event, ids=lambda event: event.name)
-def test_ordinary_steps(event):
-    world, changes, handle = after(event)
+def test_ordinary_steps(world_for, event):
+    world, changes, handle = after(world_for, event)
     effect = EFFECTS[event]
     outcomes = [world.step(**changes) for _ in effect.calls]
     assert tuple(outcome.kind for outcome in outcomes) == effect.calls
@@ -154,9 +159,9 @@ def test_ordinary_steps(event):
 
 
 @pytest.mark.parametrize("event", Event, ids=lambda event: event.name)
-def test_required_steps(event):
+def test_required_steps(world_for, event):
     """As ordinary ones; or they fail closed: an error, nothing launched, no memory changed, counted."""
-    world, changes, _ = after(event)
+    world, changes, _ = after(world_for, event)
     effect = EFFECTS[event]
     failures = {"same": 0, "fails once": 1, "fails": 2}[effect.required]
     launches = changes.get("launches") or equal_list(changes["rows"])
@@ -179,8 +184,8 @@ def test_required_steps(event):
     world.nothing_leaked()
 
 
-def test_admission_reopened_is_a_new_start():
-    world, changes, _ = after(Event.ADMISSION_FAILED)
+def test_admission_reopened_is_a_new_start(world_for):
+    world, changes, _ = after(world_for, Event.ADMISSION_FAILED)
     outcome = world.step(**changes)
     assert outcome.reason is Reason.ADMISSION_CLOSED and outcome.detail == "slots are being filled"
     assert world.graphs.stats()["fallback"] == 1
@@ -188,8 +193,8 @@ def test_admission_reopened_is_a_new_start():
     world.warm(ROWS, required=True)
 
 
-def test_an_old_owners_certificate_does_not_bind():
-    world = World()
+def test_an_old_owners_certificate_does_not_bind(world_for):
+    world = world_for()
     world.warm(ROWS)
     world.registry.advance_owner("main")
     assert world.step(ROWS, owner_generation=1).reason is Reason.STALE_OWNER
@@ -200,8 +205,8 @@ def test_an_old_owners_certificate_does_not_bind():
     world.warm(ROWS)
 
 
-def test_namespaces_do_not_meet():
-    world = World()
+def test_namespaces_do_not_meet(world_for):
+    world = world_for()
     world.registry.accept(manifest(namespace="draft"))
     world.warm(ROWS)
     world.warm(ROWS, namespace="draft", owner_generation=1)
@@ -213,8 +218,8 @@ def test_namespaces_do_not_meet():
 
 
 @pytest.mark.parametrize("change", [{"sequences": 0}, {"semantics": "none"}, {"owner_generation": "1"}])
-def test_a_malformed_certificate_fails_a_required_step_and_no_other(change):
-    world = World()
+def test_a_malformed_certificate_fails_a_required_step_and_no_other(world_for, change):
+    world = world_for()
     world.warm(ROWS)
     before = world.graphs.stats()
     outcome = world.step(ROWS, **change)
@@ -226,8 +231,8 @@ def test_a_malformed_certificate_fails_a_required_step_and_no_other(change):
     assert world.step(ROWS).kind == "replay"
 
 
-def test_without_a_manifest_ordinary_steps_run_and_required_ones_fail():
-    world = World(accept=False)
+def test_without_a_manifest_ordinary_steps_run_and_required_ones_fail(world_for):
+    world = world_for(accept=False)
     assert world.step(ROWS).reason is Reason.NO_CONTEXT
     with pytest.raises(RequiredStepFailed, match="no manifest of namespace 'main'"):
         world.graphs.step(equal_list(ROWS), world.certificate(ROWS, ROWS, required=True), world.table)
@@ -235,8 +240,8 @@ def test_without_a_manifest_ordinary_steps_run_and_required_ones_fail():
     world.warm(ROWS, required=True)
 
 
-def test_a_group_that_is_host_staged_is_never_captured():
-    world = World(accept=False)
+def test_a_group_that_is_host_staged_is_never_captured(world_for):
+    world = world_for(accept=False)
     world.registry.accept(manifest(staged=True))
     for required in (False, True):
         outcomes = [world.step(ROWS, required=required) for _ in range(3)]
@@ -245,18 +250,18 @@ def test_a_group_that_is_host_staged_is_never_captured():
         world.graphs.step(equal_list(ROWS), world.certificate(ROWS, ROWS), world.table)
 
 
-def test_a_wider_bucket_may_exceed_the_slots_and_a_narrower_one_not():
+def test_a_wider_bucket_may_exceed_the_slots_and_a_narrower_one_not(world_for):
     """2 × 2 of 6 experts fit 5 slots, 4 × 2 do not."""
     for slots, rows, kind in ((3, 1, "replay"), (3, 2, "direct"), (EXPERTS, 8, "replay")):
         assert (min(rows * 2, EXPERTS) > slots) == (kind == "direct")
-    world = World()
+    world = world_for()
     changes = exceed(world)
     detail = world.step(ROWS, **changes).detail
     assert detail == "4 distinct experts possible in layer 0, 3 slots"
 
 
-def test_restrided_weights_do_not_bind_until_a_manifest_declares_them():
-    world = World()
+def test_restrided_weights_do_not_bind_until_a_manifest_declares_them(world_for):
+    world = world_for()
     world.warm(ROWS)
     changes = restrided(world)
     outcome = world.step(ROWS, **changes)
@@ -274,8 +279,8 @@ def test_restrided_weights_do_not_bind_until_a_manifest_declares_them():
     world.warm(ROWS, required=True, **changes)
 
 
-def test_an_expert_launch_of_no_group_is_not_covered():
-    world = World(accept=False)
+def test_an_expert_launch_of_no_group_is_not_covered(world_for):
+    world = world_for(accept=False)
     whole = manifest()
     world.registry.accept(replace(whole, groups=whole.groups[:1]))
     outcome = world.step(ROWS)
@@ -284,10 +289,25 @@ def test_an_expert_launch_of_no_group_is_not_covered():
     assert world.kinds(2) == ("direct", "direct")
 
 
+def taken_again(world: World, old: Resource, values: np.ndarray) -> Resource:
+    """New memory where freed memory was, of the smallest pieces that there are: in the end they come from anywhere."""
+    wanted, found, others = range(old.address, old.address + old.bytes, 256), {}, []
+    for _ in range(4000):
+        address, capsule = world.runtime.allocate(256)
+        if address in wanted:
+            found[address] = capsule
+        else:
+            others.append(capsule)
+        if len(found) == len(wanted):
+            world.runtime.write(old.address, values, world.graphs.stream)
+            return replace(old, serial=next_serial(), capsule=found)
+    raise AssertionError(f"{old} was not free, or is given to nobody")
+
+
 @pytest.mark.parametrize("same_address", [True, False])
-def test_an_address_used_again_by_another_owner_is_no_witness(same_address):
-    """Memory that nobody's capsule holds: freed, and given at once to the next array."""
-    world = World()
+def test_an_address_used_again_by_another_owner_is_no_witness(world_for, same_address):
+    """Memory that nobody's capsule holds: freed, and given to another array."""
+    world = world_for()
     values = world.oracle.arrays["down.0"]
     resource = world.resource(values, "weights")
     world.table.replace("down.0", replace(resource, capsule=None))
@@ -295,8 +315,7 @@ def test_an_address_used_again_by_another_owner_is_no_witness(same_address):
     world.warm(ROWS)
     del resource
     keep.clear()
-    second = world.resource(weights(4)["down.0"], "weights")
-    assert second.address == world.table.get("down.0").address
+    second = taken_again(world, world.table.get("down.0"), weights(4)["down.0"])
     if same_address:
         world.table.replace("down.0", second)
         world.oracle.arrays["down.0"] = weights(4)["down.0"].copy()
@@ -308,10 +327,11 @@ def test_an_address_used_again_by_another_owner_is_no_witness(same_address):
     assert world.kinds(2) == ("capture", "replay")
 
 
-class Array:
+class SimulatedArray:
     """A user's array: deleting or donating it lets go of its own hold on the memory."""
 
-    def __init__(self, resource):
+    def __init__(self, world: World, values: np.ndarray):
+        resource = world.resource(values, "weights")
         self.resource, self.exported = replace(resource, capsule=None), 0
         self._owner = resource.capsule
 
@@ -319,39 +339,70 @@ class Array:
         self.exported += 1
         return self._owner
 
-    def donate(self):
-        if self.exported:
-            raise RuntimeError("donation refused: the buffer is exported")
-        self.delete()
+    def donate(self) -> bool:
+        """Whether the memory went to the result."""
+        if not self.exported:
+            self.delete()
+        return not self.exported
 
-    def delete(self):
+    def delete(self) -> None:
         self._owner = None
 
 
+class DeviceArray:
+    """The same of JAX."""
+
+    def __init__(self, world: World, values: np.ndarray):
+        self.runtime, self.array = world.runtime, jax.device_put(values, world.runtime.device)
+        self.array.block_until_ready()
+        address, layout = self.array.unsafe_buffer_pointer(), dense("", values.dtype.name, values.shape).layout
+        self.resource = Resource(
+            address=address, bytes=values.nbytes, layout=layout, serial=next_serial(), use="weights"
+        )
+
+    def capsule(self):
+        return self.runtime.hold(self.array)[1]
+
+    def donate(self) -> bool:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                result = jax.jit(lambda x: x + x, donate_argnums=0)(self.array).block_until_ready()
+        except (RuntimeError, ValueError):
+            return False
+        return result.unsafe_buffer_pointer() == self.resource.address
+
+    def delete(self) -> None:
+        if not self.array.is_deleted():
+            self.array.delete()
+
+
+@pytest.mark.parametrize("donated", [True, False])
 @pytest.mark.parametrize("held", [True, False])
-def test_a_user_donating_or_deleting_a_weight_under_a_live_graph(held):
+def test_a_user_donating_or_deleting_a_weight_under_a_live_graph(world_for, held, donated):
     """With our capsule the memory stays. Without (what the capsule is for) the next array overwrites it."""
-    world = World()
-    array = Array(world.resource(world.oracle.arrays["down.0"], "weights"))
+    world = world_for()
+    kind = SimulatedArray if world.runtime.simulated else DeviceArray
+    array = kind(world, world.oracle.arrays["down.0"].copy())
     capsule = array.capsule() if held else None
     world.table.replace("down.0", replace(array.resource, capsule=capsule))
     world.warm(ROWS)
     del capsule
-    if held:
-        with pytest.raises(RuntimeError, match="donation refused"):
-            array.donate()
+    if donated:
+        assert array.donate() is not held
     array.delete()
-    thief = world.resource(weights(5)["down.0"], "weights")
-    assert (thief.address == array.resource.address) == (not held)
     if held:
+        with pytest.raises(AssertionError, match="given to nobody"):
+            taken_again(world, array.resource, weights(5)["down.0"])
         assert world.step(ROWS).kind == "replay"
     else:
+        _thief = taken_again(world, array.resource, weights(5)["down.0"])
         with pytest.raises(AssertionError, match="in place of"):
             world.step(ROWS)
 
 
-def test_transitions_between_prompt_and_decode_are_counted():
-    world = World()
+def test_transitions_between_prompt_and_decode_are_counted(world_for):
+    world = world_for()
     world.warm(ROWS)
     for _ in range(3):
         world.step(ROWS, phase="prompt", semantics="sequential", sequences=1)

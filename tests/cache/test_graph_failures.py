@@ -1,4 +1,7 @@
-"""A call of CUDA that fails: nothing half-built stays, ordinary steps go on, required ones fail closed."""
+"""A call of CUDA that fails: nothing half-built stays, ordinary steps go on, required ones fail closed.
+
+A call that fails on a GPU does not reach the driver: see `cuda_device`.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,8 @@ NAMES = {"begin_capture": "begin", "launch": "record", "copy": "record", "end_ca
 ERRORS = ("CUDA_ERROR_UNKNOWN", "CUDA_ERROR_OUT_OF_MEMORY")
 
 
-def seen() -> World:
-    """A world whose next step captures."""
-    world = World()
+def seen(world: World) -> World:
+    """One whose next step captures."""
     assert world.step(ROWS).kind == "direct"
     return world
 
@@ -34,8 +36,8 @@ def fails_closed(world: World, launches=None) -> None:
 
 @pytest.mark.parametrize("name", ERRORS)
 @pytest.mark.parametrize("call", CALLS)
-def test_C56_a_capture_that_fails_leaves_nothing_behind(call, name):
-    world = seen()
+def test_C56_a_capture_that_fails_leaves_nothing_behind(world_for, call, name):
+    world = seen(world_for())
     world.runtime.fail(call, name=name)
     outcome = world.step(ROWS)
     assert outcome.kind == "direct" and outcome.reason is Reason.GRAPH_FAILED
@@ -48,8 +50,8 @@ def test_C56_a_capture_that_fails_leaves_nothing_behind(call, name):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_C56_a_required_capture_that_fails_fails_closed(call):
-    world = seen()
+def test_C56_a_required_capture_that_fails_fails_closed(world_for, call):
+    world = seen(world_for())
     world.runtime.fail(call)
     fails_closed(world)
     world.nothing_leaked()
@@ -57,8 +59,8 @@ def test_C56_a_required_capture_that_fails_fails_closed(call):
 
 
 @pytest.mark.parametrize("required", [False, True])
-def test_C56_a_replay_that_fails_is_run_direct_or_fails_closed(required):
-    world = World()
+def test_C56_a_replay_that_fails_is_run_direct_or_fails_closed(world_for, required):
+    world = world_for()
     world.warm(ROWS)
     world.runtime.fail("launch_graph")
     if required:
@@ -71,8 +73,8 @@ def test_C56_a_replay_that_fails_is_run_direct_or_fails_closed(required):
 
 @pytest.mark.parametrize("required", [False, True])
 @pytest.mark.parametrize("call", ["begin_capture", "launch", "end_capture", "update", "upload", "launch_graph"])
-def test_C56_an_update_that_fails_drops_the_executable(call, required):
-    world = World(decode_boundary_overlap=True)
+def test_C56_an_update_that_fails_drops_the_executable(world_for, call, required):
+    world = world_for(decode_boundary_overlap=True)
     world.warm(ROWS)
     small = step_launches(ROWS, extent=64)
     world.runtime.fail(call)
@@ -85,8 +87,8 @@ def test_C56_an_update_that_fails_drops_the_executable(call, required):
     world.warm(ROWS, launches=small)
 
 
-def test_C56_an_executable_made_anew_that_fails_takes_the_old_one_along(monkeypatch):
-    world = World(decode_boundary_overlap=True)
+def test_C56_an_executable_made_anew_that_fails_takes_the_old_one_along(world_for, monkeypatch):
+    world = world_for(decode_boundary_overlap=True)
     world.warm(ROWS)
     monkeypatch.setattr(world.runtime, "update", lambda executable, captured: False)
     for call in ("instantiate", "upload", "launch_graph"):
@@ -97,8 +99,8 @@ def test_C56_an_executable_made_anew_that_fails_takes_the_old_one_along(monkeypa
         world.warm(ROWS)
 
 
-def test_a_graph_that_cannot_be_destroyed_is_kept_for_the_next_try():
-    world = World(max_entries=1)
+def test_a_graph_that_cannot_be_destroyed_is_kept_for_the_next_try(world_for):
+    world = world_for(max_entries=1)
     world.warm(2)
     world.runtime.fail("destroy", times=2)
     assert world.kinds(2, 4) == ("direct", "capture")
@@ -128,8 +130,8 @@ def test_a_wait_that_fails_does_not_destroy_a_graph_in_flight():
 
 @pytest.mark.parametrize("when", ["direct", "capture", "replay"])
 @pytest.mark.parametrize("required", [False, True])
-def test_a_step_whose_event_cannot_be_recorded_is_waited_for(when, required):
-    world = World()
+def test_a_step_whose_event_cannot_be_recorded_is_waited_for(world_for, when, required):
+    world = world_for()
     world.kinds(["direct", "capture", "replay"].index(when))
     world.runtime.fail("record_event")
     outcome = world.step(ROWS, required=required)
@@ -141,8 +143,8 @@ def test_a_step_whose_event_cannot_be_recorded_is_waited_for(when, required):
         world.warm(ROWS, required=required)
 
 
-def test_a_kernel_that_does_not_load_stops_a_step_before_its_first_launch():
-    world = World()
+def test_a_kernel_that_does_not_load_stops_a_step_before_its_first_launch(world_for):
+    world = world_for()
     world.inputs(ROWS, ROWS)
     for after in (0, 3):
         world.runtime.fail("load", after=after, name="CUDA_ERROR_OUT_OF_MEMORY")
@@ -154,9 +156,9 @@ def test_a_kernel_that_does_not_load_stops_a_step_before_its_first_launch():
 
 
 @pytest.mark.parametrize("after", [0, 5])
-def test_a_direct_launch_that_fails_reaches_the_caller(after):
+def test_a_direct_launch_that_fails_reaches_the_caller(world_for, after):
     """Earlier launches of the step have run: the error says that the state is the step's no more."""
-    world = World(mode="off")
+    world = world_for(mode="off")
     world.inputs(ROWS, ROWS)
     world.runtime.fail("launch", after=after)
     with pytest.raises(CudaError, match="CUDA_ERROR_UNKNOWN"):
@@ -167,8 +169,8 @@ def test_a_direct_launch_that_fails_reaches_the_caller(after):
     assert world.kinds(2) == ("direct", "direct")
 
 
-def test_a_host_staged_step_that_fails_reaches_the_caller():
-    world = World()
+def test_a_host_staged_step_that_fails_reaches_the_caller(world_for):
+    world = world_for()
     world.registry.accept(
         type(m := world.registry.manifest("main")[0])(
             m.namespace, tuple(type(g)(**{**vars(g), "staged": True}) for g in m.groups)
@@ -187,7 +189,7 @@ def test_a_host_staged_step_that_fails_reaches_the_caller():
 
 @pytest.mark.parametrize("call", [*CALLS, "record_event", "execute"])
 def test_a_sticky_error_leaves_a_dead_store_that_says_so(call):
-    world = seen()
+    world = seen(World())
     world.runtime.fail(call, sticky=True, name="CUDA_ERROR_ILLEGAL_ADDRESS")
     with pytest.raises(StickyError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
         world.graphs.step(equal_list(ROWS), world.certificate(ROWS, ROWS), world.table)
@@ -202,7 +204,7 @@ def test_a_sticky_error_leaves_a_dead_store_that_says_so(call):
 
 
 def test_a_stream_that_neither_records_nor_synchronises_is_lost():
-    world = seen()
+    world = seen(World())
     world.runtime.fail("record_event")
     world.runtime.fail("synchronize")
     with pytest.raises(StickyError, match="an end of the work in flight"):
@@ -211,8 +213,8 @@ def test_a_stream_that_neither_records_nor_synchronises_is_lost():
         world.graphs.step(equal_list(ROWS), world.certificate(ROWS, ROWS), world.table)
 
 
-def test_failures_that_last_are_served_direct_at_no_more_than_every_other_capture():
-    world = World()
+def test_failures_that_last_are_served_direct_at_no_more_than_every_other_capture(world_for):
+    world = world_for()
     world.runtime.fail("instantiate", times=None)
     kinds = [world.step(ROWS) for _ in range(9)]
     assert {outcome.kind for outcome in kinds} == {"direct"}

@@ -45,7 +45,7 @@ def test_equal_lists_have_one_key_and_any_change_another():
         replace(whole, launches=whole.launches[:-1]),
         replace(whole, launches=(replace(embed, expert=True), *rest)),
         replace(whole, launches=(replace(embed, spec=replace(embed.spec, num_warps=2)), *rest)),
-        replace(whole, launches=(replace(embed, spec=replace(embed.spec, grid=(2, 1, 1))), *rest)),
+        replace(whole, launches=(replace(embed, spec=replace(embed.spec, grid=(3, 1, 1))), *rest)),
     ]
     keys = [each.key for each in (whole, *changed)]
     assert len(set(keys)) == len(keys)

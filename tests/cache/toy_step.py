@@ -1,8 +1,9 @@
 """A decode step of a toy model whose kernels are NumPy functions, run two ways: through the store of graphs on a
-simulated device, and uncached on plain arrays.
+simulated device, and uncached on plain arrays. On a CUDA device the kernels are those of `toy_kernels`.
 
-Per layer: routing (device data), grouped experts found through a slot map, append to a KV store, a mean over it. Around
+Per layer: routing (device data), grouped experts found through a slot map, append to a KV store, a sum over it. Around
 them: embedding with a row of an adapter table, head, greedy choice, a counter, and a copy whose extent is a property.
+All numbers are integers and wrapped at 256, so that the results of every device have the same bits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import toy_kernels
 
 from moe_jax.cache.graphs import Graphs
 from moe_jax.cache.identity import Bank, Certificate, Group, Manifest
@@ -26,6 +28,11 @@ from moe_jax.pallas_kernels.spec import Argument, KernelSpec
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K, LAYERS, SEQUENCES, POSITIONS, ADAPTERS = 32, 4, 4, 6, 2, 2, 8, 16, 3
 ARENA = 2048
+# As the kernels of the device know them.
+CONSTANTS = {
+    **{"TOKENS": TOKENS, "HIDDEN": HIDDEN, "WIDTH": WIDTH, "EXPERTS": EXPERTS, "TOP_K": TOP_K},
+    **{"SEQUENCES": SEQUENCES, "POSITIONS": POSITIONS, "ADAPTERS": ADAPTERS},
+}
 
 
 class HostFunction:
@@ -36,19 +43,32 @@ class HostFunction:
 
 
 def kernel(
-    fn: Callable[..., Any], outs: dict[str, tuple], *, inout: tuple[str, ...] = (), scratch=(), **given
+    fn: Callable[..., Any],
+    outs: dict[str, tuple],
+    *,
+    inout: tuple[str, ...] = (),
+    scratch=(),
+    device: Any = None,
+    grid: int = 1,
+    constants: tuple[tuple[str, int], ...] = (),
+    **given,
 ) -> KernelSpec:
-    """A spec of a NumPy function: its parameters are the inputs, by name and ``(dtype, *shape)``."""
+    """A spec of a NumPy function: its parameters are the inputs, by name and ``(dtype, *shape)``.
+
+    Args:
+        device: the Triton function, its programs in ``grid`` and its other parameters in ``constants``; None: there is
+            none, the spec is for hosts only.
+    """
     names = list(inspect.signature(fn).parameters)
     arguments = [Argument(n, given[n][0], tuple(given[n][1:]), "inout" if n in inout else "in") for n in names]
     arguments += [Argument(n, of[0], tuple(of[1:]), "out") for n, of in outs.items()]
     arguments += [Argument(n, of[0], tuple(of[1:]), "scratch") for n, of in dict(scratch).items()]
     return KernelSpec(
         name=fn.__name__,
-        function=HostFunction(fn, [a.name for a in arguments]),
+        function=device or HostFunction(fn, [a.name for a in arguments]),
         arguments=tuple(arguments),
-        constexprs=(),
-        grid=(1, 1, 1),
+        constexprs=constants,
+        grid=(grid, 1, 1),
         num_warps=1,
         num_stages=1,
         enable_fp_fusion=False,
@@ -57,24 +77,27 @@ def kernel(
     )
 
 
+def wrap(value):
+    return value - 256 * np.floor(value / 256)
+
+
 def embed(tokens, adapter, live, embedding, adapters):
-    x = embedding[tokens % TOKENS] + adapters[adapter % ADAPTERS]
+    x = wrap(embedding[tokens % TOKENS] + adapters[adapter % ADAPTERS])
     return np.where(live[:, None] > 0, x, np.float32(0))
 
 
 def route(x, router):
     logits = x @ router.T
     ids = np.argsort(-logits, axis=1, kind="stable")[:, :TOP_K]
-    scores = np.exp(np.take_along_axis(logits, ids, 1) - logits.max(1, keepdims=True))
-    return ids.astype(np.int32), (scores / scores.sum(1, keepdims=True)).astype(np.float32)
+    return ids.astype(np.int32), 1 + wrap(np.take_along_axis(logits, ids, 1))
 
 
 def experts(x, ids, scores, slot_of, gate_up, down):
     slots = slot_of[ids % EXPERTS] % gate_up.shape[0]
     hidden = (gate_up[slots] @ x[:, None, :, None])[..., 0]
-    hidden = np.tanh(hidden[..., :WIDTH]) * hidden[..., WIDTH:]
-    pairs = (down[slots] @ hidden[..., None])[..., 0]
-    return x + (scores[..., None] * pairs).sum(1)
+    hidden = wrap(wrap(hidden[..., :WIDTH]) * wrap(hidden[..., WIDTH:]))
+    pairs = wrap((down[slots] @ hidden[..., None])[..., 0])
+    return wrap(x + (scores[..., None] * pairs).sum(1))
 
 
 def append(y, position, sequence, live, kv):
@@ -86,11 +109,12 @@ def append(y, position, sequence, live, kv):
 def attend(y, position, sequence, kv):
     seen = np.arange(POSITIONS) <= position[:, None] % POSITIONS
     past = np.where(seen[..., None], kv[sequence % SEQUENCES], np.float32(0))
-    return y + past.sum(1) / seen.sum(1, keepdims=True).astype(np.float32)
+    return wrap(y + past.sum(1))
 
 
 def head(x, out_weights):
-    logits = x @ out_weights.T
+    # Of a dead row every product is 0 or -0, and their sum is the one or the other.
+    logits = x @ out_weights.T + np.float32(0)
     return logits, logits.argmax(1).astype(np.int32)
 
 
@@ -138,10 +162,10 @@ def per_bucket(rows: int) -> dict[str, tuple]:
 
 @functools.cache
 def weights(seed: int) -> dict[str, np.ndarray]:
-    """Random ones; 0.5 to 1.5 in size, so that no two seeds agree by chance."""
+    """Random ones, from -8 to 8 and never 0."""
     rng = np.random.default_rng(seed)
     shapes = weight_shapes()
-    return {n: (rng.uniform(0.5, 1.5, s) * rng.choice([-1, 1], s)).astype(np.float32) for n, s in shapes.items()}
+    return {n: (rng.integers(1, 9, s) * rng.choice([-1, 1], s)).astype(np.float32) for n, s in shapes.items()}
 
 
 @functools.cache
@@ -176,10 +200,24 @@ def step_launches(
     """
     of = per_bucket(rows)
     shapes = {**of, **{n: ("float32", *s) for n, s in weight_shapes(layers).items()}, **state_shapes(layers)}
+    sizes = CONSTANTS | {"ROWS": rows, "BLOCK": 8, "SLOTS": EXPERTS}
 
     def launch(fn, outs, *, inout=(), scratch=None, expert=False, **names) -> Launch:
         given = {parameter: shapes[name] for parameter, name in names.items()}
-        spec = kernel(fn, {n: of[n] for n in outs}, inout=inout, scratch=scratch or {}, **given)
+        device = getattr(toy_kernels, fn.__name__)
+        constants = tuple((n, sizes[n]) for n in device.arg_names if n in sizes)
+        programs = 1 if fn is count else rows
+        results = {n: of[n] for n in outs}
+        spec = kernel(
+            fn,
+            results,
+            inout=inout,
+            scratch=scratch or {},
+            device=device,
+            grid=programs,
+            constants=constants,
+            **given,
+        )
         places = [names[p] for p in inspect.signature(fn).parameters] + list(outs)
         operands = [Operand(f"{n}/{rows}" if n in of else n) for n in places]
         operands += [Operand(f"arena/{rows}", 256) for _ in scratch or {}]
@@ -269,9 +307,10 @@ class WrongTokens(AssertionError):
 
 
 class World:
-    """A toy model on a simulated device, with its oracle.
+    """A toy model on a device, with its oracle.
 
     Args:
+        runtime: the device; None: a simulated one.
         accept: a manifest at once.
         layers: of the model.
         options: of `Graphs`.
@@ -283,7 +322,7 @@ class World:
         mode="simulate",
         accept: bool = True,
         layers: int = LAYERS,
-        runtime: SimulatedRuntime | None = None,
+        runtime: Any = None,
         **options,
     ):
         self.runtime = runtime or SimulatedRuntime(1 << 23)
@@ -367,13 +406,15 @@ class World:
         """A host-staged path: the same launches, queued by hand."""
 
         def queue(stream: Any) -> None:
+            # They live until the work is done.
+            self.staging = {spec.key: self.runtime.load(spec) for spec in launches.specs}
             for launch in launches.launches:
                 if isinstance(launch, Copy):
                     target, source = (self.table.get(o.buffer).address for o in (launch.target, launch.source))
                     self.runtime.copy(target, source, launch.bytes, stream)
                     continue
                 addresses = [self.table.get(o.buffer).address + o.offset for o in launch.operands]
-                self.runtime.launch(self.runtime.load(launch.spec), addresses, stream)
+                self.runtime.launch(self.staging[launch.spec.key], addresses, stream)
 
         return queue
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import COUNT, MAIN, OPTIONS, PROMPTS, expected, kinds, last, other_model, take, turned_model
@@ -23,19 +22,6 @@ def engine(engine_for) -> Engine:
     engine = engine_for(tiny_model(MAIN), **OPTIONS)
     engine.warmup()
     return engine
-
-
-@pytest.fixture
-def compiles() -> Iterator[list[str]]:
-    found: list[str] = []
-
-    def listen(event: str, duration: float, **_: object) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_calls_are_direct_then_capture_then_replays(engine_for):
@@ -83,7 +69,7 @@ def test_replay_equals_direct_finds_a_stale_replay(engine, monkeypatch):
     monkeypatch.setattr(decision, "check_resources", lambda held, table: None)
     monkeypatch.setattr("moe_jax.cache.graphs.check_resources", lambda held, table: None)
     for name in ("0.qkv", "0.down"):
-        engine.memory.move(name, engine.memory.read(name)[..., ::-1])
+        engine.memory.bind_weights({name: jnp.asarray(engine.memory.read(name)[..., ::-1])})
     with pytest.raises(AssertionError, match=r"1 rows in a bucket of 1"):
         assert_replay_equals_direct(engine, PROMPTS[:1])
 
@@ -107,7 +93,9 @@ def test_C42_results_of_earlier_steps_stay(engine):
     assert [[tokens[i] for tokens, _ in kept] for i in range(3)] == [row[:4] for row in expected()[:3]]
 
 
-def test_C43_new_weights_in_storage_that_stays_count_at_once(engine):
+def test_C43_new_weights_in_storage_that_stays_count_at_once(engine_for):
+    engine = engine_for(tiny_model(MAIN), **OPTIONS, weights="owned")
+    engine.warmup()
     engine.prefill(PROMPTS[:2])
     engine.step()
     handle = last(engine).handle
@@ -126,10 +114,8 @@ def test_C43_new_weights_in_storage_that_stays_count_at_once(engine):
 
 def test_C43_moved_weights_are_read_where_they_are(engine):
     (number,) = engine.prefill([PROMPTS[1]])
-    arrays = {name: engine.memory.read(name) for name, *_ in engine._geometry.weights}
-    engine.update_weights({name: np.zeros_like(array) for name, array in arrays.items()})
-    for name, array in arrays.items():
-        engine.memory.move(name, array)
+    engine.update_weights({name: jnp.zeros(shape, dtype) for name, dtype, shape in engine._geometry.weights})
+    engine.update_weights()
     new: dict[int, list[int]] = {}
     take(engine, new, 1)
     assert last(engine).reason == "weights moved" and "weights moved" in engine.explain_last_step()

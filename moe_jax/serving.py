@@ -1,0 +1,291 @@
+"""What `Model.generate` runs on: the jitted step, or an engine that the model keeps.
+
+Importing this loads no engine: a model on a CPU never does, unless `generate` is told to.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+import jax
+from flax import nnx
+
+from moe_jax.cache import StickyError
+
+from .errors import CannotServe, InvalidArgument
+from .generation import Weights
+from .models.config import ModelConfig
+from .models.decoder import Decoder
+from .pallas_kernels.errors import CudaError
+from .pallas_kernels.linear.heuristics import MAX_ROWS
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .engine.generating import Column
+
+EngineMode = Literal["on", "off", "strict", "simulate"]
+GraphsMode = Literal["on", "off", "strict", "simulate", "jit"]
+
+# Tokens of a page, and of the smallest engine.
+PAGE = 64
+# What the model decides itself and no array or module shows.
+_SPECIAL = ("bos_token_id", "eos_token_ids", "pad_token_id", "max_positions")
+_WHERE = "generate(graphs=…)"
+
+_all: weakref.WeakSet[Serving] = weakref.WeakSet()
+
+
+def on_gpu(device: jax.Device) -> bool:
+    """Whether `generate` takes an engine without being told to."""
+    return device.platform == "gpu"
+
+
+def choose(graphs: GraphsMode | None, weights: Weights) -> tuple[EngineMode, jax.Device] | str:
+    """Mode and device of the engine that a call wants, or why the jitted step serves it.
+
+    Raises:
+        InvalidArgument: no such mode.
+        CannotServe: a mode was named that no engine can have for these weights.
+    """
+    modes = get_args(GraphsMode)
+    if graphs is not None and graphs not in modes:
+        wanted = f"None or {' or '.join(modes)}"
+        raise InvalidArgument("graphs", where="generate", got=repr(graphs), wanted=wanted)
+    if graphs == "jit":
+        return "it was asked for"
+    devices = sorted({str(d): d for x in weights.arrays for d in x.sharding.device_set}.items())
+    (_, device), *others = devices
+    if others:
+        if graphs is None:
+            return "the model is on several devices"
+        got = f"graphs={graphs!r} and a model on {', '.join(name for name, _ in devices)}"
+        raise CannotServe("devices", where="generate", got=got, wanted="a model on one device, or graphs=None")
+    if graphs == "simulate" or on_gpu(device):
+        return graphs or "on", device
+    if graphs is None:
+        return f"the model is on a {device.platform}"
+    got, wanted = f"graphs={graphs!r} and a model on {device}", 'a model on a CUDA device, graphs="simulate", or None'
+    raise CannotServe("device", where="generate", got=got, wanted=wanted)
+
+
+class Source(NamedTuple):
+    """What an engine is made for.
+
+    Attributes:
+        config: of the model.
+        module: of the model.
+        weights: the module, split.
+        mode, device: from `choose`.
+    """
+
+    config: ModelConfig
+    module: nnx.Module
+    weights: Weights
+    mode: EngineMode
+    device: jax.Device
+
+
+class _Mark:
+    """Recognises a source without keeping its arrays: the very arrays, none deleted, in the same structure."""
+
+    def __init__(self, source: Source):
+        self._parts = self._of(source)
+        self._arrays = [weakref.ref(array) for array in source.weights.arrays]
+
+    def fits(self, source: Source) -> bool:
+        """Whether what was made for the one serves the other."""
+        arrays = source.weights.arrays
+        return (
+            len(arrays) == len(self._arrays)
+            and all(mine() is array for mine, array in zip(self._arrays, arrays, strict=True))
+            and not any(array.is_deleted() for array in arrays)
+            and self._parts == self._of(source)
+        )
+
+    @staticmethod
+    def _of(source: Source) -> tuple[Any, ...]:
+        return source.mode, source.device, source.config, *source.weights.structure
+
+
+class Size(NamedTuple):
+    """What an engine has, or a call needs: places, tokens of the longest sequence, pages of all."""
+
+    places: int
+    tokens: int
+    pages: int
+
+    def covers(self, other: Size) -> bool:
+        """Whether nothing of ``other`` is larger."""
+        return all(mine >= its for mine, its in zip(self, other, strict=True))
+
+
+@dataclass(eq=False)
+class _Kept:
+    """An engine, and what running calls have of it."""
+
+    engine: Engine
+    mark: _Mark
+    size: Size
+    places: int = 0
+    pages: int = 0
+    calls: int = 0
+    retired: bool = False
+
+    def take(self, need: Size, sign: int) -> None:
+        """For a call that begins, or back from one that ended."""
+        self.places += sign * need.places
+        self.pages += sign * need.pages
+        self.calls += sign
+
+    def close_if_done(self) -> None:
+        """Close the engine when it is kept no more and no call runs on it."""
+        if self.retired and not self.calls:
+            self.engine.close()
+
+
+class Serving:
+    """The engine that a model keeps, at most one, and the calls that run on it. Thread-safe.
+
+    A call has places and pages of its own for as long as it runs, so no call waits for another. Where too few are free,
+    a larger engine is made (powers of two), and the one before closes when the last call on it has ended.
+    """
+
+    def __init__(self) -> None:
+        self._kept: _Kept | None = None
+        self._failed: tuple[_Mark, Size, str] | None = None
+        self._lock = threading.RLock()
+        _close_at_exit()
+        _all.add(self)
+
+    def run(
+        self, source: Source, need: Size, columns: Callable[[Engine], Iterator[Column]], *, automatic: bool
+    ) -> Iterator[Column] | str:
+        """Start a call: its steps, or why no engine runs it.
+
+        Args:
+            columns: makes the steps on an engine. It takes no more than ``need``: the places of a call with more rows
+                are all there are.
+            automatic: an engine that cannot be made is a reason, remembered until `close`, and not an error.
+
+        Raises:
+            MoeJaxError: an engine that was named cannot be made.
+        """
+        with self._lock:
+            if automatic and self._failed is not None:
+                mark, size, why = self._failed
+                if need.covers(size) and mark.fits(source):
+                    return why
+            try:
+                kept = self._with_room(source, need)
+            except (CannotServe, InvalidArgument, CudaError) as error:
+                if not automatic or isinstance(error, StickyError):
+                    raise
+                self._failed = _Mark(source), need, str(error)
+                return str(error)
+            if not automatic:
+                self._failed = None
+            kept.take(need, 1)
+        steps = self._steps(kept, need, columns)
+        # Begun here, so that an iterator that is dropped unread gives its places back as well.
+        next(steps)
+        return steps
+
+    def stats(self) -> dict[str, Any] | None:
+        """`Engine.stats`; None where no engine is kept."""
+        with self._lock:
+            return None if self._kept is None else self._kept.engine.stats()
+
+    def close(self) -> None:
+        """Keep no engine. Calls that run on it go on, and the last of them closes it."""
+        with self._lock:
+            self._retire()
+            self._failed = None
+
+    # Inside; the lock is held, but where it is taken.
+
+    def _retire(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.retired = True
+            kept.close_if_done()
+
+    def _steps(self, kept: _Kept, need: Size, columns: Callable[[Engine], Iterator[Column]]) -> Generator[Any]:
+        try:
+            yield None
+            yield from columns(kept.engine)
+        finally:
+            with self._lock:
+                kept.take(need, -1)
+                kept.close_if_done()
+
+    def _with_room(self, source: Source, need: Size) -> _Kept:
+        kept = self._kept
+        if kept is not None and not kept.mark.fits(source):
+            self._retire()
+            kept = None
+        had, used = (Size(1, PAGE, 1), Size(0, 0, 0)) if kept is None else (kept.size, Size(kept.places, 0, kept.pages))
+        want = Size(used.places + need.places, need.tokens, used.pages + need.pages)
+        if kept is not None and kept.size.covers(want):
+            return kept
+        places, tokens, pages = (max(old, 1 << (new - 1).bit_length()) for old, new in zip(had, want, strict=True))
+        places, tokens = min(places, MAX_ROWS), min(tokens, source.config.max_positions)
+        size = Size(places, tokens, min(pages, places * -(-tokens // PAGE)))
+        self._retire()  # first: there may be no room for two
+        self._kept = _Kept(_engine(source, size), _Mark(source), size)
+        return self._kept
+
+
+def needed(rows: int, tokens: int) -> Size:
+    """Of a call with so many prompts, the longest of which comes to ``tokens``: more than 64 prompts take turns."""
+    places = min(rows, MAX_ROWS)
+    return Size(places, tokens, places * -(-tokens // PAGE))
+
+
+def _engine(source: Source, size: Size) -> Engine:
+    """An engine for the module as it is.
+
+    Raises:
+        CannotServe: the module is not what its config says, or there is no usable CUDA device.
+        InvalidArgument: no kernel takes the model.
+        CudaError: out of memory, for one.
+    """
+    from .engine import Engine
+    from .engine.options import cuda_runtime
+    from .model import Model
+
+    module = source.module
+    if type(module) is not Decoder or _structure(module.config) != source.weights.structure:
+        got = f"a {type(module).__name__} whose parts are not what its config says"
+        raise CannotServe("module", where=_WHERE, got=got, wanted="a Decoder as it was made, or graphs=None")
+    # The jitted step computes what the module says, and the model's own config says where it ends.
+    config = replace(module.config, **{name: getattr(source.config, name) for name in _SPECIAL})
+    runtime = None if source.mode == "simulate" else cuda_runtime(_WHERE, source.mode, source.device)
+    engine = Engine(
+        Model(config, module), max_sequences=size.places, max_tokens=size.tokens, page_size=PAGE, pages=size.pages,
+        graphs=source.mode, runtime=runtime,
+    )  # fmt: skip
+    if source.mode == "strict":
+        try:
+            engine.warmup()
+        except BaseException:
+            engine.close()
+            raise
+    return engine
+
+
+def _structure(config: ModelConfig) -> tuple[Any, ...]:
+    """Of a module as the config makes it."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    return graphdef, jax.tree.structure(state)
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    # Registered after JAX has registered its own, so run before the device is gone.
+    atexit.register(lambda: [serving.close() for serving in list(_all)])
