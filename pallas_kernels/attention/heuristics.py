@@ -26,8 +26,8 @@ class Schedule:
         combine_warps: warps of the second pass. These belong to the arithmetic and depend on nothing.
     """
 
-    run: int = 4
-    runs: int = 4
+    run: int = 2
+    runs: int = 8
     programs: int = 264
     fill: int = 128
     num_warps: int = 4
@@ -46,14 +46,17 @@ def tile_keys(dtype: str) -> int:
 
 
 def schedule_for(rows: int, dim: int = 128, dtype: str = "bfloat16", *, capability: int = 90) -> Schedule:
-    """One row has few pieces: all keys of a run in flight. More rows: two programs on a multiprocessor.
+    """One row has few pieces: several tiles in flight, and no more programs than are resident with them, so that the
+    next kernel is not kept from starting. More rows: two programs on a multiprocessor.
 
     Args:
         capability: of the device; says how many keys fit its shared memory.
     """
     wide, small = dim > 128 or dtype == "float32", shared_memory(capability) <= 99
-    stages = 5 if rows == 1 and not wide and not small else 2 if dim > 128 and small else 3
-    return Schedule(num_stages=stages, num_warps=8 if wide else 4)
+    num_warps = 8 if wide else 4
+    if rows == 1 and not wide and not small:
+        return Schedule(num_stages=5, num_warps=num_warps, programs=132)
+    return Schedule(num_stages=2 if dim > 128 and small else 3, num_warps=num_warps)
 
 
 def group_rows(rows_of_sequence: int, share: int) -> int:

@@ -69,7 +69,10 @@ def test_devices_with_little_shared_memory_get_a_schedule_that_fits(rows, dim, m
     assert compile_spec(small[0], 89).shared <= 99 * 1024
     full = attention_specs(rows, 16, 4, dim, **given)
     assert small[0].num_stages < full[0].num_stages
-    assert [spec.constexprs for spec in small] == [spec.constexprs for spec in full]
+    # The same sums, by another number of programs at one row.
+    assert [dict(spec.constexprs) | {"PROGRAMS": 0} for spec in small] == [
+        dict(spec.constexprs) | {"PROGRAMS": 0} for spec in full
+    ]
     assert [spec.num_warps for spec in small] == [spec.num_warps for spec in full]
     q = jax.ShapeDtypeStruct((rows, 16 * dim), jnp.bfloat16)
     pages = jax.ShapeDtypeStruct((LONG["pages"], 4, LONG["page_size"], dim), jnp.bfloat16)
