@@ -14,40 +14,27 @@ from pathlib import Path
 
 from moe_jax.bench.cases import parse_rows
 from moe_jax.bench.decode import positions
-from moe_jax.bench.decode_model import abstract, config_of
+from moe_jax.bench.decode_model import config_of
 from moe_jax.bench.read import read_specs
 from moe_jax.cache import row_buckets
+from moe_jax.engine.options import PAGE_SIZE
 from moe_jax.engine.step import Geometry, build
 from moe_jax.engine.weights import module_places
 from moe_jax.models.config import ModelConfig
+from moe_jax.models.decoder import abstract_decoder
 from moe_jax.pallas_kernels import compiled
 from moe_jax.pallas_kernels.linear.heuristics import MAX_ROWS
 from moe_jax.pallas_kernels.spec import KernelSpec
 
-PAGE_SIZE = 64  # the engine's default
-
 
 def geometry(config: ModelConfig, rows: int, context: int, device_kind: str, capability: int) -> Geometry:
     """Of the engine that the bench makes for this many sequences."""
-    from flax import nnx
-
-    module = nnx.merge(*abstract(config))
-    shapes = {name: getattr(*place).get_value() for name, place in module_places(module).items()}
-    tokens = context + positions()
-    return Geometry(
-        config=config,
-        dtype=shapes["embed"].dtype.name,
-        weights=tuple((name, shape.dtype.name, tuple(shape.shape)) for name, shape in shapes.items()),
-        max_sequences=rows,
-        max_tokens=tokens,
-        page_size=PAGE_SIZE,
-        pages=rows * -(-tokens // PAGE_SIZE),
-        rows=MAX_ROWS,
-        stops=max(1, len(config.eos_token_ids)),
-        device_kind=device_kind,
-        capability=capability,
-        pdl=capability >= 90,
-    )
+    places = module_places(abstract_decoder(config))
+    shapes = {name: getattr(*place).get_value() for name, place in places.items()}
+    return Geometry.of(
+        config, shapes, max_sequences=rows, max_tokens=context + positions(), page_size=PAGE_SIZE, pages=None,
+        chunk=MAX_ROWS, device_kind=device_kind, capability=capability,
+    )  # fmt: skip
 
 
 def specs_of(geometry: Geometry) -> Iterator[KernelSpec]:

@@ -11,9 +11,10 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -240,7 +241,30 @@ def operations() -> list[Operation]:
         routing = Routing(weights=jnp.full((rows, 2), 0.5, jnp.float32), ids=jnp.zeros((rows, 2), jnp.int32))
         choice = explain(jnp.zeros((rows, hidden), jnp.bfloat16), routing, weights, config)
         found.append(_operation(name, choice))
-    return found
+    return [*found, *(_operation(operation.name, operation.explain(*given)) for operation, given in _decode_calls())]
+
+
+def _decode_calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The other operations of a decode step, each with arguments for one row."""
+    from moe_jax.pallas_kernels.attention.api import ATTENTION
+    from moe_jax.pallas_kernels.kv_append.api import KV_APPEND
+    from moe_jax.pallas_kernels.linear.api import LINEAR
+    from moe_jax.pallas_kernels.route import RouterConfig
+    from moe_jax.pallas_kernels.route.api import ROUTE_ROWS
+    from moe_jax.pallas_kernels.sample.api import SAMPLE
+
+    hidden, heads, kv_heads, dim, eps = 128, 4, 2, 64, 1e-6
+    x, zero, real = jnp.zeros((1, hidden), jnp.bfloat16), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.float32)
+    pages, table = jnp.zeros((4, kv_heads, 16, dim), jnp.bfloat16), jnp.zeros((1, 4), jnp.int32)
+    turn = jnp.zeros((64, dim // 2), jnp.float32)
+    qkv, q = (jnp.zeros((1, count * dim), jnp.bfloat16) for count in (heads + 2 * kv_heads, heads))
+    weight, router_weight = jnp.zeros((hidden, hidden), jnp.bfloat16), jnp.zeros((8, hidden), jnp.bfloat16)
+    seed = jnp.zeros((1, 2), jnp.uint32)
+    yield LINEAR, (x, weight, None, None, None, eps, "bfloat16")
+    yield ROUTE_ROWS, (x, None, router_weight, None, None, RouterConfig(experts=8, top_k=2), eps)
+    yield KV_APPEND, (qkv, None, None, turn, turn, zero, zero, table, pages, pages, None, eps, None)
+    yield ATTENTION, (q, pages, pages, table, zero, zero, None, dim**-0.5, None, 1)
+    yield SAMPLE, (jnp.zeros((1, 128), jnp.float32), zero, zero, seed, real, zero, real + 1)
 
 
 def _operation(name: str, choice: Choice) -> Operation:

@@ -23,6 +23,9 @@ from .models.kv import Cache
 from .sampling import Sampling, sample, token_logprobs
 from .tokenizer import Tokenizer
 
+# Tokens of a step, and their log-probabilities.
+Column = tuple[Int32[np.ndarray, " B"], Float32[np.ndarray, " B"]]
+
 _SMALLEST_BUCKET = 16
 
 
@@ -103,7 +106,7 @@ def steps(
     weights: Weights,
     executables: Executables,
     weights_key: str,
-) -> Iterator[tuple[Int32[np.ndarray, " B"], Float32[np.ndarray, " B"]]]:
+) -> Iterator[Column]:
     """Tokens and log-probabilities, step by step, ``count`` times; the caller stops when all rows have ended.
 
     At most two programs are compiled, whatever ``count`` is: one reads the prompts, one makes a step. Prompt
@@ -150,12 +153,12 @@ def steps(
 
 
 def endings(
-    raw: Iterator[tuple[Int32[np.ndarray, " B"], Float32[np.ndarray, " B"]]],
+    raw: Iterator[Column],
     rows: int,
     stop: Stop,
     pad: int,
     tokenizer: Tokenizer | None,
-) -> Iterator[tuple[Int32[np.ndarray, " B"], Float32[np.ndarray, " B"]]]:
+) -> Iterator[Column]:
     """The same steps with ended rows padded (log-probability 0), up to the one that ends the last row."""
     checks = [row_check(stop, tokenizer) for _ in range(rows)]
     live = np.ones(rows, bool)
@@ -166,9 +169,7 @@ def endings(
             return
 
 
-def gathered(
-    steps: Iterator[tuple[Int32[np.ndarray, " B"], Float32[np.ndarray, " B"]]], *, logprobs: bool, stream: bool
-) -> Any:
+def gathered(steps: Iterator[Column], *, logprobs: bool, stream: bool) -> Any:
     """What `Model.generate` gives of the steps: see there."""
     if stream:
         return steps if logprobs else (tokens for tokens, _ in steps)

@@ -5,8 +5,6 @@ Importing this loads no engine: a model on a CPU never does, unless `generate` i
 
 from __future__ import annotations
 
-import atexit
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
@@ -17,20 +15,19 @@ import jax
 from flax import nnx
 
 from moe_jax.cache import StickyError
+from moe_jax.cache.decision import Mode
 
 from .errors import CannotServe, InvalidArgument
-from .generation import Weights
+from .generation import Column, Weights
 from .models.config import ModelConfig
-from .models.decoder import Decoder
+from .models.decoder import Decoder, abstract_decoder
 from .pallas_kernels.errors import CudaError
 from .pallas_kernels.linear.heuristics import MAX_ROWS
 
 if TYPE_CHECKING:
     from .engine import Engine
-    from .engine.generating import Column
 
-EngineMode = Literal["on", "off", "strict", "simulate"]
-GraphsMode = Literal["on", "off", "strict", "simulate", "jit"]
+GraphsMode = Literal[Mode, "jit"]
 
 # Tokens of a page, and of the smallest engine.
 PAGE = 64
@@ -38,15 +35,13 @@ PAGE = 64
 _SPECIAL = ("bos_token_id", "eos_token_ids", "pad_token_id", "max_positions")
 _WHERE = "generate(graphs=…)"
 
-_all: weakref.WeakSet[Serving] = weakref.WeakSet()
-
 
 def on_gpu(device: jax.Device) -> bool:
     """Whether `generate` takes an engine without being told to."""
     return device.platform == "gpu"
 
 
-def choose(graphs: GraphsMode | None, weights: Weights) -> tuple[EngineMode, jax.Device] | str:
+def choose(graphs: GraphsMode | None, weights: Weights) -> tuple[Mode, jax.Device] | str:
     """Mode and device of the engine that a call wants, or why the jitted step serves it.
 
     Raises:
@@ -87,7 +82,7 @@ class Source(NamedTuple):
     config: ModelConfig
     module: nnx.Module
     weights: Weights
-    mode: EngineMode
+    mode: Mode
     device: jax.Device
 
 
@@ -160,8 +155,6 @@ class Serving:
         self._kept: _Kept | None = None
         self._failed: tuple[_Mark, Size, str] | None = None
         self._lock = threading.RLock()
-        _close_at_exit()
-        _all.add(self)
 
     def run(
         self, source: Source, need: Size, columns: Callable[[Engine], Iterator[Column]], *, automatic: bool
@@ -281,11 +274,5 @@ def _engine(source: Source, size: Size) -> Engine:
 
 def _structure(config: ModelConfig) -> tuple[Any, ...]:
     """Of a module as the config makes it."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    graphdef, state = nnx.split(abstract_decoder(config))
     return graphdef, jax.tree.structure(state)
-
-
-@functools.cache
-def _close_at_exit() -> None:
-    # Registered after JAX has registered its own, so run before the device is gone.
-    atexit.register(lambda: [serving.close() for serving in list(_all)])

@@ -62,7 +62,8 @@ class KernelSpec:
         grid: programs of the launch, a function of the argument shapes alone (never of their contents).
         num_warps, num_stages: as Triton means them.
         enable_fp_fusion: contraction of multiply and add; stated because Triton's default is changing.
-        pdl: launched with programmatic dependent launch; the function then waits before its first access.
+        pdl: launched with programmatic dependent launch; before it waits the function reads nothing but weights, and
+            writes nothing.
         reference: ``jax.numpy`` function of the `inputs` that returns the new contents of the ``"inout"`` arguments and
             then the ``"out"`` ones; a single one not in a tuple.
     """

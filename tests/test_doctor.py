@@ -162,7 +162,11 @@ def test_facts_of_this_machine():
 
 def test_each_operation_says_what_it_uses_and_why():
     found = {operation.name: operation for operation in doctor.operations()}
-    assert set(found) == {"route", "grouped_moe, 1 row", "grouped_moe, 4096 rows"}
+    decode = {"linear", "route_rows", "kv_append", "attention", "sample"}
+    assert set(found) == {"route", "grouped_moe, 1 row", "grouped_moe, 4096 rows", *decode}
+    for name in decode:
+        assert found[name].backend == "reference"
+        assert found[name].why.startswith("triton declined: no CUDA device")
     for name in ("grouped_moe, 1 row", "grouped_moe, 4096 rows"):
         assert found[name].backend == "reference"
         assert found[name].why.startswith("mosaic declined: no CUDA device")

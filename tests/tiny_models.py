@@ -12,7 +12,7 @@ from flax import nnx
 
 from moe_jax.model import Model
 from moe_jax.models.config import ModelConfig, RopeConfig
-from moe_jax.models.decoder import Decoder
+from moe_jax.models.decoder import Decoder, abstract_decoder
 from moe_jax.pallas_kernels.grouped_moe import Activation, MoEConfig
 from moe_jax.pallas_kernels.route import RouterConfig
 
@@ -49,7 +49,7 @@ def tiny_config(family: str, **changes: Any) -> ModelConfig:
 @functools.cache
 def tiny_module(config: ModelConfig) -> Decoder:
     """A random module, shared between tests: do not change it. Filled by NumPy, because each draw by JAX compiles."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    graphdef, state = nnx.split(abstract_decoder(config))
     random = np.random.default_rng(7)
 
     def fill(leaf: jax.ShapeDtypeStruct) -> jax.Array:

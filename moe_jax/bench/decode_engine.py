@@ -68,7 +68,7 @@ def measure(
             first = time.perf_counter() - start
             engine.step()
             capture = spent.get("capture")
-        given = _arguments(engine)
+        given = arguments(engine)
         for _ in range(WARM - 3):
             engine.step()
         replays = engine.stats()["replays"]
@@ -156,7 +156,7 @@ def _shares(engine: Engine) -> tuple[float, float]:
     return statistics.median(host), statistics.median(launches)
 
 
-def _arguments(engine: Engine) -> tuple[LaunchList, Certificate, ResourceTable]:
+def arguments(engine: Engine) -> tuple[LaunchList, Certificate, ResourceTable]:
     """What the engine gives its store of graphs for the next step, which is made."""
     store, given = engine.graphs, []
     call = store.step

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from moe_jax import generation, layer
 from moe_jax.bench.decode_cell import WARM, Measured, check_finite, check_time, goes_on
-from moe_jax.bench.peers_jax import Sorted, _by_rows_of_weights, layer_by
+from moe_jax.bench.peers_jax import Sorted, by_rows_of_weights, layer_by
 from moe_jax.bench.timing import Clock
 from moe_jax.cache import Executables
 from moe_jax.model import Model
@@ -59,7 +59,7 @@ def _ragged(
     order = jnp.argsort(routing.ids.reshape(-1), stable=True).astype(jnp.int32)
     sizes = jnp.bincount(routing.ids.reshape(-1), length=down.shape[0]).astype(jnp.int32)
     plan = Sorted(order, jnp.argsort(order).astype(jnp.int32), sizes, routing.weights)
-    return layer_by(_by_rows_of_weights, x, (plan, (gate_up, down)))
+    return layer_by(by_rows_of_weights, x, (plan, (gate_up, down)))
 
 
 def _gathered(

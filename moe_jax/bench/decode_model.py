@@ -17,7 +17,7 @@ from jaxtyping import Array
 from moe_jax.errors import CannotServe, InvalidArgument
 from moe_jax.model import Model
 from moe_jax.models.config import ModelConfig
-from moe_jax.models.decoder import Decoder
+from moe_jax.models.decoder import abstract_decoder
 from moe_jax.models.families import parse_config
 from moe_jax.pallas_kernels.route import RouterConfig
 
@@ -62,19 +62,13 @@ def config_of(name: str) -> ModelConfig:
     return parse_config({**GEOMETRIES[name], "torch_dtype": "bfloat16", "eos_token_id": None}, where=name)
 
 
-def abstract(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
-    """A decoder, split, with shapes in the place of arrays."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    return graphdef, state
-
-
 def random_model(config: ModelConfig, seed: int, device: jax.Device) -> Model:
     """A model without tokenizer whose weights are drawn on the device, one array at a time.
 
     Norms are ones. The embedding has variance one, so that rows differ by their tokens more than by anything else, and
     choose different experts; other matrices have one over their fan-in, so that logits are of the order of one.
     """
-    graphdef, state = abstract(config)
+    graphdef, state = nnx.split(abstract_decoder(config))
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
     key = jax.device_put(jax.random.key(seed), device)
     arrays = [
@@ -162,5 +156,5 @@ def weight_bytes(config: ModelConfig) -> int:
 @functools.lru_cache(maxsize=16)
 def _shapes(config: ModelConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Path and shape of every array."""
-    leaves = jax.tree_util.tree_leaves_with_path(abstract(config)[1])
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(abstract_decoder(config)))
     return tuple((jax.tree_util.keystr(path), leaf.shape) for path, leaf in leaves)

@@ -57,7 +57,7 @@ def _works(layer: Layer, steps: Sequence[Step], matmuls: Sequence[tuple[str, Mat
         yield Work(label, "jit", *chain(functools.partial(layer_by, matmul), rows, given))
 
 
-def _by_rows_of_weights(rows: Array, weights: Array, sizes: Array) -> Array:
+def by_rows_of_weights(rows: Array, weights: Array, sizes: Array) -> Array:
     """`jax.lax.ragged_dot_general` on weights ``[E, out, in]``."""
     numbers = jax.lax.RaggedDotDimensionNumbers((([1], [2]), ([], [])), [0], [0])
     return jax.lax.ragged_dot_general(rows, weights, sizes, numbers)
@@ -65,7 +65,7 @@ def _by_rows_of_weights(rows: Array, weights: Array, sizes: Array) -> Array:
 
 def ragged_dot(layer: Layer, steps: Sequence[Step]) -> Iterator[Work]:
     """Weights as it wants them, and as ours are."""
-    matmuls = [("[E, in, out]", jax.lax.ragged_dot, True), ("[E, out, in]", _by_rows_of_weights, False)]
+    matmuls = [("[E, in, out]", jax.lax.ragged_dot, True), ("[E, out, in]", by_rows_of_weights, False)]
     return _works(layer, steps, matmuls)
 
 

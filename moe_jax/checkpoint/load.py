@@ -17,7 +17,7 @@ from flax import nnx
 
 from moe_jax.errors import CheckpointError, InvalidArgument
 from moe_jax.models.config import ModelConfig
-from moe_jax.models.decoder import Decoder
+from moe_jax.models.decoder import Decoder, abstract_decoder
 from moe_jax.models.families import DTYPES, parse_config
 
 from . import names
@@ -111,8 +111,7 @@ def load_module(
         sources = dict(config.sources) | {"dtype": "argument of load"}
         config = replace(config, dtype=asked, sources=tuple(sources.items()))
     _tell_drafts(Path(path), plan, strict)
-    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(abstract)
+    graph, state = nnx.split(abstract_decoder(config))
     return config, nnx.merge(graph, _fill(state, plan, device, progress))
 
 

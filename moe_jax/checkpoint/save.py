@@ -18,7 +18,7 @@ from flax import nnx
 
 from moe_jax.errors import InvalidArgument
 from moe_jax.models.config import ModelConfig
-from moe_jax.models.decoder import Decoder
+from moe_jax.models.decoder import abstract_decoder
 from moe_jax.models.families import config_to_hf
 
 from . import names
@@ -58,8 +58,8 @@ def save_module(
     if set(arrays) != set(sources):
         got = sorted(map(str, set(arrays) ^ set(sources)))
         raise InvalidArgument("parameters in one of module and config only", where=where, got=got, wanted="none")
-    described = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    shapes = {tuple(p): v.get_value().shape for p, v in nnx.to_flat_state(nnx.state(described))}
+    described = nnx.to_flat_state(nnx.state(abstract_decoder(config)))
+    shapes = {tuple(p): v.get_value().shape for p, v in described}
     parts: list[Part] = []
     for key, each in sources.items():
         start = 0

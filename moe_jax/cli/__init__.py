@@ -59,7 +59,7 @@ def decode(
     graphs: Annotated[
         GraphsName | None,
         typer.Option(
-            help="Device graphs of the engine; jit runs the jitted step. On a GPU on if left out, else jit.",
+            help="Device graphs of the engine; jit: the jitted step. If left out: on for a GPU, jit for a CPU.",
             show_default=False,
         ),
     ] = None,

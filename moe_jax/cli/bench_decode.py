@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moe_jax import __version__, doctor
+from moe_jax import doctor
 from moe_jax.bench.cases import parse_rows
 from moe_jax.cli import output
-from moe_jax.cli.bench_kernels import capability_of, progress_on, write
 from moe_jax.cli.device import free_memory
+from moe_jax.cli.measuring import capability_of, check_folder, head, progress_on, write
 from moe_jax.errors import InvalidArgument
 
 WHERE = "moe-jax bench decode"
@@ -41,8 +41,7 @@ def run(
     most = config.max_positions - decode.positions()
     if context > most:
         raise InvalidArgument("context", where="--context", got=context, wanted=f"at most {most} for {shape}")
-    if json is not None and not json.absolute().parent.is_dir():
-        raise InvalidArgument("folder", where="--json", got=str(json), wanted="a file in a folder that is there")
+    check_folder("--json", json)
     # Weights and caches may take nearly all of the device, other libraries need little beside them.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # the older name, which must not stand beside the newer one
@@ -62,7 +61,6 @@ def _measure(
     import jax
 
     from moe_jax.bench import decode, decode_model
-    from moe_jax.bench.run import today
     from moe_jax.bench.timing import Clock, CudaTimer
     from moe_jax.cache.cuda_runtime import CudaRuntime
 
@@ -78,16 +76,7 @@ def _measure(
     model = decode_model.random_model(made, seed, device)
     size = decode_model.weight_bytes(made)
     progress(0, total, f"{shape}: {made.layers} of {config.layers} layers, {size / 1e9:.1f} GB, {clock.spent:.0f} s")
-    head = {
-        "device": device.device_kind,
-        "capability": f"{capability // 10}.{capability % 10}",
-        "driver": machine.driver,
-        "versions": {
-            **{"moe-jax": __version__, "Python": machine.python},
-            **{name: version for name, version in machine.packages.items() if version},
-        },
-        "date": today(),
-        "dtype": "bfloat16",
+    told = head(machine, device, capability) | {
         "shape": shape,
         "layers": made.layers,
         "layers_published": config.layers,
@@ -103,9 +92,9 @@ def _measure(
         clock,
         seed=seed,
         progress=progress,
-        keep=lambda report: write(json, head | report),
+        keep=lambda report: write(json, told | report),
     )
-    return head | measured
+    return told | measured
 
 
 def _show(report: Mapping[str, Any], console: Console) -> None:

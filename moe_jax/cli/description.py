@@ -14,7 +14,7 @@ from moe_jax.cli import device as devices
 from moe_jax.cli import output
 from moe_jax.loading import checkpoint_folder
 from moe_jax.models.config import ModelConfig
-from moe_jax.models.decoder import Decoder
+from moe_jax.models.decoder import abstract_decoder
 
 
 def run(path: str | None, *, as_json: bool) -> None:
@@ -84,5 +84,4 @@ def slots_that_fit(free: int, total: int, expert: int, layers: int, experts: int
 
 def parameters(config: ModelConfig) -> int:
     """Number of parameters; a tied head counts once."""
-    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(abstract, nnx.Param)))
+    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(abstract_decoder(config), nnx.Param)))

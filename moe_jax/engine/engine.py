@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import operator
 import threading
+import weakref
 from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Items
 from typing import Any
@@ -39,7 +41,7 @@ from .building import load_kernels
 from .generating import columns
 from .host import compiled_reference
 from .memory import WEIGHTS, Memory, Weights, place_all
-from .options import check_count, cuda_runtime, token_limit
+from .options import PAGE_SIZE, check_count, cuda_runtime, token_limit
 from .prompts import LONG, Prompts
 from .rows import row_block
 from .sequences import Places, Sequence
@@ -73,12 +75,14 @@ class Engine:
         *,
         max_sequences: int,
         max_tokens: int,
-        page_size: int = 64,
+        page_size: int = PAGE_SIZE,
         pages: int | None = None,
         chunk: int = MAX_ROWS,
         long_prompts: int | None = LONG,
         weights: Weights = "held",
         graphs: Mode = "on",
+        max_entries: int = 32,
+        max_bytes: int = 1 << 30,
         runtime: Runtime | None = None,
     ):
         """Build the steps, take the weights, compile the kernels.
@@ -93,6 +97,7 @@ class Engine:
             long_prompts: tokens of the shortest prompt that a compiled program reads at once; None: none is.
             weights: ``"held"``: the model's arrays where they stand, all on the runtime's device; ``"owned"``: copies.
             graphs: ``"on"``, ``"off"``, ``"strict"`` or ``"simulate"``, as in `moe_jax.cache.Graphs`.
+            max_entries, max_bytes: of graphs that are kept, as in `moe_jax.cache.Graphs`; bytes are estimated.
             runtime: the device; None: a `SimulatedRuntime` for ``"simulate"``, else JAX's first CUDA device.
 
         Raises:
@@ -113,28 +118,20 @@ class Engine:
         chunk = check_count(where, "chunk", chunk, MAX_ROWS)
         if long_prompts is not None:
             long_prompts = check_count(where, "long_prompts", long_prompts, 1 << 31)
-        longest = -(-max_tokens // page_size)
-        pages = check_count(where, "pages", max_sequences * longest if pages is None else pages, 1 << 31)
+        if pages is not None:
+            pages = check_count(where, "pages", pages, 1 << 31)
+        max_entries = check_count(where, "max_entries", max_entries, 1 << 31)
+        max_bytes = check_count(where, "max_bytes", max_bytes, 1 << 62)
         if runtime is None and graphs != "simulate":
             runtime = cuda_runtime(where, graphs)
         arrays = module_weights(where, model.module)
         self._model, self._stops = model, frozenset(config.eos_token_ids)
         self._stop_list = np.asarray(config.eos_token_ids or (-1,), np.int32)
         device = SimulatedRuntime if runtime is None else runtime
-        self._geometry = Geometry(
-            config=config,
-            dtype=arrays["embed"].dtype.name,
-            weights=tuple((name, array.dtype.name, tuple(array.shape)) for name, array in arrays.items()),
-            max_sequences=max_sequences,
-            max_tokens=max_tokens,
-            page_size=page_size,
-            pages=pages,
-            rows=max(max_sequences, chunk),
-            stops=len(self._stop_list),
-            device_kind=device.device_kind,
-            capability=device.capability,
-            pdl=device.capability >= 90,
-        )
+        self._geometry = Geometry.of(
+            config, arrays, max_sequences=max_sequences, max_tokens=max_tokens, page_size=page_size, pages=pages,
+            chunk=chunk, device_kind=device.device_kind, capability=device.capability,
+        )  # fmt: skip
         self.decode_buckets, self.chunk_buckets = row_buckets(max_sequences), row_buckets(chunk)
         options = {"transform": compiled_reference} if device.simulated else {}
         self._steps = build(self._geometry, self.decode_buckets, self.chunk_buckets, **options)
@@ -142,14 +139,14 @@ class Engine:
         self.runtime: Runtime = runtime or SimulatedRuntime(2 * bytes_needed(self._steps) + (64 << 20))
         self.registry = Registry()
         self.registry.accept(self._steps.manifest)
-        self.graphs = Graphs(self.runtime, self.registry, mode=graphs)
+        self.graphs = Graphs(self.runtime, self.registry, mode=graphs, max_entries=max_entries, max_bytes=max_bytes)
         self.memory = Memory(self.runtime, self.graphs.stream, weights)
         place_all(self.memory, self._geometry, self._steps, arrays, self._stop_list)
         # Held for as long as the engine lives: a graph that is evicted takes no kernel with it.
         self._kernels = load_kernels(self.runtime, self._steps)
         device_state = self.memory, self.runtime, self.graphs.stream
         self._prompts = Prompts(self._geometry, model.module, *device_state, model.executables, long_prompts)
-        self._places = Places(max_sequences, pages)
+        self._places = Places(max_sequences, self._geometry.pages)
         self._sequences: dict[int, Sequence] = {}
         self._numbers = itertools.count()
         self._on_device: tuple[int, ...] | None = None
@@ -157,6 +154,7 @@ class Engine:
         self._last: str | tuple[Outcome, int, int] = "no step was made"
         self._unusable: str | None = None
         self._lock = threading.RLock()
+        _open.add(self)
 
     def __enter__(self) -> Engine:
         return self
@@ -283,11 +281,12 @@ class Engine:
         Raises:
             InvalidArgument: no such sequence, or one that was released.
         """
-        with self._using("Engine.release"):
+        where = "Engine.release"
+        with self._using(where):
             known = sorted(n for n, held in self._sequences.items() if not held.inner)
             if sequence not in known:
                 wanted = f"one of {known}"
-                raise InvalidArgument("sequence", where="Engine.release", got=repr(sequence), wanted=wanted)
+                raise InvalidArgument("sequence", where=where, got=repr(sequence), wanted=wanted)
             self._forget(sequence)
 
     def update_weights(self, weights: Model | nnx.Module | Mapping[str, Any] | None = None) -> None:
@@ -473,3 +472,16 @@ class Engine:
             sequence = self._sequences.pop(number, None)
             if sequence is not None:
                 self._places.give_back(sequence.place, sequence.pages)
+
+
+_open: weakref.WeakSet[Engine] = weakref.WeakSet()
+EXIT_SECONDS = 1.0  # that the end of a process waits for an engine which a thread without end still uses
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """JAX has registered its own end before, so this comes first: the device is still there."""
+    for engine in list(_open):
+        if engine._lock.acquire(timeout=EXIT_SECONDS):
+            engine.close()
+            engine._lock.release()

@@ -11,14 +11,12 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from moe_jax.errors import CannotServe
-from moe_jax.generation import Stop, row_check
+from moe_jax.generation import Column, Stop, row_check
 from moe_jax.sampling import Sampling
 from moe_jax.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from .engine import Engine
-
-Column = tuple[Int32[np.ndarray, " B"], Float32[np.ndarray, " B"]]
 
 
 def columns(

@@ -94,7 +94,7 @@ class Memory:
     def weights(self) -> dict[str, Array | np.ndarray]:
         """What steps read at present, by name, for compiled programs: without a copy, but for a simulated device.
 
-        For no reading on the host: JAX remembers what it read there, and owned weights change in place.
+        Not to be read on the host: JAX remembers what it read there, and owned weights change in place.
         """
         return {name: self.read(name) if self._runtime.simulated else array for name, array in self._arrays.items()}
 

@@ -13,6 +13,8 @@ from moe_jax.errors import CannotServe, InvalidArgument
 
 from .step import Geometry
 
+PAGE_SIZE = 64  # tokens of a page of keys and values, by default
+
 
 def check_count(where: str, name: str, value: Any, most: int) -> int:
     """An option as Python's own integer, refused unless it is one from 1 to ``most``.

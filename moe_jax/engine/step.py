@@ -60,7 +60,7 @@ class Geometry:
     Attributes:
         config: of the model.
         dtype: of weights and activations.
-        weights: names and shapes of the arrays that the model has.
+        weights: name, dtype and shape of each array that the model has.
         max_sequences: rows of the block table.
         max_tokens: of a sequence, prompt included.
         page_size: tokens of a page.
@@ -84,6 +84,31 @@ class Geometry:
     device_kind: str = "host"
     capability: int = MINIMUM_CAPABILITY
     pdl: bool = False
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, arrays: Mapping[str, Any], *, max_sequences: int, max_tokens: int, page_size: int,
+        pages: int | None, chunk: int, device_kind: str, capability: int,
+    ) -> Geometry:  # fmt: skip
+        """Of an engine with these options, which are `Engine`'s.
+
+        Args:
+            arrays: of the model, or what has their shapes and dtypes.
+        """
+        return cls(
+            config=config,
+            dtype=arrays["embed"].dtype.name,
+            weights=tuple((name, array.dtype.name, tuple(array.shape)) for name, array in arrays.items()),
+            max_sequences=max_sequences,
+            max_tokens=max_tokens,
+            page_size=page_size,
+            pages=max_sequences * -(-max_tokens // page_size) if pages is None else pages,
+            rows=max(max_sequences, chunk),
+            stops=max(1, len(config.eos_token_ids)),
+            device_kind=device_kind,
+            capability=capability,
+            pdl=capability >= 90,
+        )
 
     @property
     def max_pages(self) -> int:

@@ -144,6 +144,11 @@ class Decoder(nnx.Module):
         return x, tuple(kvs)
 
 
+def abstract_decoder(config: ModelConfig) -> Decoder:
+    """The decoder of a config with shapes in the place of arrays: nothing is computed."""
+    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+
+
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: Any) -> Array:
     return jax.nn.initializers.normal(fan_in**-0.5)(rngs.params(), shape, dtype)
 

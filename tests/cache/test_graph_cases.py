@@ -11,6 +11,7 @@ from toy_step import EXPERTS, GROUPS, TOKENS, World, manifest, step_launches, we
 
 from moe_jax.cache.buckets import bucket_for, row_buckets
 from moe_jax.cache.explain import explain
+from moe_jax.cache.launches import Copy
 from moe_jax.cache.outcome import Reason
 from moe_jax.cache.simulated import SimulatedRuntime
 
@@ -152,6 +153,20 @@ def test_C51_nothing_is_loaded_during_capture():
     assert world.kinds(2) == ("capture", "replay")
     assert world.runtime.calls["load"] == loads
     assert world.graphs.stats()["graph_error"] == {}
+
+
+def test_C54_a_capture_is_a_chain_of_all_launches():
+    """There is no side stream that could be left out: all is recorded, once, in order, on one stream."""
+    world = World()
+    outcomes = [world.step(4) for _ in range(3)]
+    (executable,) = world.runtime.executables
+    assert outcomes[2].handle is executable
+    recorded = [(node.kernel and node.kernel.spec.key, node.addresses) for node in executable.nodes]
+    wanted = []
+    for one in step_launches(4).launches:
+        key, operands = (None, (one.target, one.source)) if isinstance(one, Copy) else (one.spec.key, one.operands)
+        wanted.append((key, tuple(world.table.get(o.buffer).address + o.offset for o in operands)))
+    assert recorded == wanted
 
 
 def test_C53_other_threads_may_use_the_device_during_capture():

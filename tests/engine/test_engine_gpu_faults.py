@@ -16,7 +16,7 @@ from engine_pairs import LONG, WARM_UP, Device, Pair, device, make, pair
 from engines import MAIN, OPTIONS, PROMPTS, last, other_model, turned_model
 
 import moe_jax
-from moe_jax.cache import Reason, StickyError, StoreUnusable
+from moe_jax.cache import Reason, StickyError, StoreUnusable, row_buckets
 from moe_jax.engine import Engine
 from moe_jax.model import Model
 from moe_jax.pallas_kernels import compiled
@@ -261,8 +261,9 @@ ALONE = [pytest.mark.gpu, pytest.mark.alone]
 @pytest.mark.parametrize("device", ["simulate", pytest.param("cuda", marks=ALONE)], indirect=True)
 def test_ten_thousand_steps_leave_memory_flat_and_graphs_within_bounds(make, device):
     """Of mixed shapes, on a GPU; some on the simulated device. One graph fewer is allowed than there are buckets."""
-    engine = make(tiny_model(MAIN), **{**OPTIONS, "max_sequences": 4 if device.simulated else 8})
-    allowed = engine.graphs._store.max_entries = len(engine.decode_buckets) - 1
+    places = 4 if device.simulated else 8
+    allowed = len(row_buckets(places)) - 1
+    engine = make(tiny_model(MAIN), **{**OPTIONS, "max_sequences": places, "max_entries": allowed})
     traffic = Traffic(engine, [tiny_model(MAIN), other_model()])
     steps, samples = (60 if device.simulated else 10_000), []
     start = time.perf_counter()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -292,3 +297,28 @@ def test_close_gives_everything_back():
     for call in (engine.step, engine.warmup, lambda: engine.prefill([[1]]), lambda: engine.release(0)):
         with pytest.raises(StoreUnusable, match="closed"):
             call()
+
+
+LEFT_OPEN = """
+import atexit
+seen = []
+atexit.register(lambda: print("state:", seen[0].stats()["state"]))
+import moe_jax
+from tiny_models import tiny_model
+engine = moe_jax.Engine(tiny_model("olmoe"), max_sequences=1, max_tokens=16, chunk=1, graphs="simulate")
+seen.append(engine)
+engine.warmup()
+assert engine.stats()["graphs"] == 1
+"""
+
+
+def test_an_engine_left_open_is_closed_at_the_end_of_the_process():
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join(map(str, (tests.parent, tests)))
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN],
+        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "state: closed"), done.stderr

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 from engines import MAIN, OPTIONS
-from flax import nnx
 
 from moe_jax.cache import SimulatedRuntime
 from moe_jax.engine import Engine
 from moe_jax.engine.step import Geometry, build
 from moe_jax.engine.weights import module_places
-from moe_jax.models.decoder import Decoder
+from moe_jax.models.decoder import abstract_decoder
 from moe_jax.pallas_kernels.attention.specs import attention_specs
 from moe_jax.pallas_kernels.experts.heuristics import tile_for
 from moe_jax.pallas_kernels.grouped_moe import triton as grouped
@@ -86,8 +85,8 @@ def test_the_engine_asks_its_runtime(engine_for):
 def test_matmuls_and_attention_are_cut_for_the_capability(capability):
     """Sizes at which capabilities differ: 32 rows of a wide projection, one row of short heads."""
     config = dataclasses.replace(tiny_config(MAIN), hidden_size=512, vocab_size=66000, heads=8, head_dim=64, kv_heads=8)
-    module = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    shapes = {name: getattr(*place).shape for name, place in module_places(module).items()}
+    places = module_places(abstract_decoder(config))
+    shapes = {name: getattr(*place).shape for name, place in places.items()}
     weights = tuple((name, "bfloat16", shape) for name, shape in shapes.items())
     of_cache: dict[str, Any] = {"sequences": 32, "pages": 64, "page_size": 8, "max_pages": 2}
     geometry = Geometry(
