@@ -419,6 +419,7 @@ def test_wrong_options_stop_before_anything_is_measured(command, monkeypatch, op
     assert err.startswith(f"error: {text}")
 
 
+@pytest.mark.slow
 def test_the_whole_command_on_a_simulated_device(command, monkeypatch, tmp_path):
     """What runs on a GPU, but for ceilings and runtime: every mode, at a row count that is no power of two."""
     from moe_jax import doctor

@@ -48,7 +48,8 @@ class Device:
         return WatchedRuntime(self._driver)
 
 
-@pytest.fixture(params=["simulate", pytest.param("cuda", marks=pytest.mark.gpu)])
+# What the simulated device shows here, test_engine_graphs.py shows sooner: it proves the tests themselves.
+@pytest.fixture(params=[pytest.param("simulate", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
     if request.param == "simulate":
         return Device("simulate", None)

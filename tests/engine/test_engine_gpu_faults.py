@@ -258,7 +258,9 @@ class Traffic:
 ALONE = [pytest.mark.gpu, pytest.mark.alone]
 
 
-@pytest.mark.parametrize("device", ["simulate", pytest.param("cuda", marks=ALONE)], indirect=True)
+@pytest.mark.parametrize(
+    "device", [pytest.param("simulate", marks=pytest.mark.slow), pytest.param("cuda", marks=ALONE)], indirect=True
+)
 def test_ten_thousand_steps_leave_memory_flat_and_graphs_within_bounds(make, device):
     """Of mixed shapes, on a GPU; some on the simulated device. One graph fewer is allowed than there are buckets."""
     places = 4 if device.simulated else 8

@@ -8,5 +8,6 @@ from interpreting import run_interpreted
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_kernels_in_tritons_interpreter():
     run_interpreted("interpreted.py")

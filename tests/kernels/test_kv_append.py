@@ -21,6 +21,7 @@ def spec_for(rows: int, norm=None, **more):
     return kv_append_spec(rows, 32, 4, 128, dtype="bfloat16", norm=norm, **SIZES, **more)
 
 
+@pytest.mark.slow
 def test_interpreted():
     run_interpreted("interpreted_decode.py", "kv_append")
 

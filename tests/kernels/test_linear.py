@@ -39,6 +39,7 @@ def spec_for(name: str, rows: int, dtype: str = "bfloat16", **more):
     return linear_spec(rows, inputs, outputs, dtype=dtype, **options, **more)
 
 
+@pytest.mark.slow
 def test_interpreted():
     run_interpreted("interpreted_decode.py", "linear")
 
