@@ -245,6 +245,9 @@ class CudaRuntime:
         values = np.empty(shape, dtype)
         if 0 < values.nbytes <= PINNED_BYTES:
             pinned = stream.pinned
+            # Who captures is refused before it may wait for a reader, who waits for the capture.
+            with stream.lock:
+                self._usable("read", stream, stream)
             with pinned.lock:
                 self._queue("read", stream, driver.cuMemcpyDtoHAsync, pinned.address, address, values.nbytes)
                 self.synchronize(stream)
@@ -435,9 +438,10 @@ class CudaRuntime:
 
 
 def _free_pinned(driver: Any, context: Any, address: int) -> None:
-    """In any thread; what a lost context does not take back goes with the process."""
-    driver.cuCtxSetCurrent(context)
+    """In any thread, whose context stays what it was; what a lost context does not take back goes with the process."""
+    driver.cuCtxPushCurrent(context)
     driver.cuMemFreeHost(address)
+    driver.cuCtxPopCurrent()
 
 
 def _name_of(error: Exception) -> str | None:

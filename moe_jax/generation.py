@@ -169,10 +169,25 @@ def endings(
             return
 
 
+class _TokensOf(Iterator[Int32[np.ndarray, " B"]]):
+    """The tokens of the steps. Closing it closes the steps, also where none was read."""
+
+    def __init__(self, steps: Iterator[Column]):
+        self._steps = steps
+
+    def __next__(self) -> Int32[np.ndarray, " B"]:
+        return next(self._steps)[0]
+
+    def close(self) -> None:
+        close = getattr(self._steps, "close", None)
+        if close is not None:
+            close()
+
+
 def gathered(steps: Iterator[Column], *, logprobs: bool, stream: bool) -> Any:
     """What `Model.generate` gives of the steps: see there."""
     if stream:
-        return steps if logprobs else (tokens for tokens, _ in steps)
+        return steps if logprobs else _TokensOf(steps)
     tokens, scores = (np.stack(parts, axis=1) for parts in zip(*steps, strict=True))
     return (tokens, scores) if logprobs else tokens
 

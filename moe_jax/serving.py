@@ -19,7 +19,7 @@ from moe_jax.cache.decision import Mode
 
 from .errors import CannotServe, InvalidArgument
 from .generation import Column, Weights
-from .models.config import ModelConfig
+from .models.config import NOT_COMPUTED, ModelConfig
 from .models.decoder import Decoder, abstract_decoder
 from .pallas_kernels.errors import CudaError
 from .pallas_kernels.linear.heuristics import MAX_ROWS
@@ -31,8 +31,6 @@ GraphsMode = Literal[Mode, "jit"]
 
 # Tokens of a page, and of the smallest engine.
 PAGE = 64
-# What the model decides itself and no array or module shows.
-_SPECIAL = ("bos_token_id", "eos_token_ids", "pad_token_id", "max_positions")
 _WHERE = "generate(graphs=…)"
 
 
@@ -138,10 +136,10 @@ class _Kept:
         self.pages += sign * need.pages
         self.calls += sign
 
-    def close_if_done(self) -> None:
-        """Close the engine when it is kept no more and no call runs on it."""
-        if self.retired and not self.calls:
-            self.engine.close()
+    @property
+    def done(self) -> bool:
+        """Whether it is kept no more and no call runs on it."""
+        return self.retired and not self.calls
 
 
 class Serving:
@@ -153,6 +151,7 @@ class Serving:
 
     def __init__(self) -> None:
         self._kept: _Kept | None = None
+        self._unclosed: list[Engine] = []
         self._failed: tuple[_Mark, Size, str] | None = None
         self._lock = threading.RLock()
 
@@ -170,16 +169,18 @@ class Serving:
             MoeJaxError: an engine that was named cannot be made.
         """
         with self._lock:
-            if automatic and self._failed is not None:
-                mark, size, why = self._failed
-                if need.covers(size) and mark.fits(source):
+            size, kept = self._size(source, need)
+            if kept is None and automatic and self._failed is not None:
+                mark, least, why = self._failed
+                if size.covers(least) and mark.fits(source):
                     return why
             try:
-                kept = self._with_room(source, need)
+                kept = kept or self._made(source, size)
             except (CannotServe, InvalidArgument, CudaError) as error:
                 if not automatic or isinstance(error, StickyError):
                     raise
-                self._failed = _Mark(source), need, str(error)
+                if self._kept is None:  # else there may be room for it when the calls that run now have ended
+                    self._failed = _Mark(source), size, str(error)
                 return str(error)
             if not automatic:
                 self._failed = None
@@ -192,13 +193,22 @@ class Serving:
     def stats(self) -> dict[str, Any] | None:
         """`Engine.stats`; None where no engine is kept."""
         with self._lock:
-            return None if self._kept is None else self._kept.engine.stats()
+            kept = self._kept
+        # Not with the lock held: a stream that is collected inside a step asks for it with the engine's.
+        return None if kept is None else kept.engine.stats()
 
     def close(self) -> None:
-        """Keep no engine. Calls that run on it go on, and the last of them closes it."""
+        """Keep no engine. Calls that run on it go on, and the last of them closes it.
+
+        Raises:
+            CudaError: an engine could not be closed; the next call tries again.
+        """
         with self._lock:
             self._retire()
             self._failed = None
+            while self._unclosed:
+                self._unclosed[-1].close()
+                self._unclosed.pop()
 
     # Inside; the lock is held, but where it is taken.
 
@@ -206,7 +216,15 @@ class Serving:
         kept, self._kept = self._kept, None
         if kept is not None:
             kept.retired = True
-            kept.close_if_done()
+            self._close_if_done(kept)
+
+    def _close_if_done(self, kept: _Kept) -> None:
+        """An engine that cannot be closed is no reason for a call to lose its tokens: `close` tries again."""
+        if kept.done:
+            try:
+                kept.engine.close()
+            except CudaError:
+                self._unclosed.append(kept.engine)
 
     def _steps(self, kept: _Kept, need: Size, columns: Callable[[Engine], Iterator[Column]]) -> Generator[Any]:
         try:
@@ -215,23 +233,32 @@ class Serving:
         finally:
             with self._lock:
                 kept.take(need, -1)
-                kept.close_if_done()
+                self._close_if_done(kept)
 
-    def _with_room(self, source: Source, need: Size) -> _Kept:
+    def _size(self, source: Source, need: Size) -> tuple[Size, _Kept | None]:
+        """Of the engine that serves a call beside those that run, and that engine where it is the one kept."""
         kept = self._kept
         if kept is not None and not kept.mark.fits(source):
             self._retire()
             kept = None
-        had, used = (Size(1, PAGE, 1), Size(0, 0, 0)) if kept is None else (kept.size, Size(kept.places, 0, kept.pages))
+        had, used = (Size(1, PAGE, 1), Size(0, 0, 0))
+        if kept is not None:
+            had, used = kept.size, Size(kept.places, 0, kept.pages)
         want = Size(used.places + need.places, need.tokens, used.pages + need.pages)
-        if kept is not None and kept.size.covers(want):
-            return kept
+        if kept is not None and had.covers(want):
+            return had, kept
         places, tokens, pages = (max(old, 1 << (new - 1).bit_length()) for old, new in zip(had, want, strict=True))
         places, tokens = min(places, MAX_ROWS), min(tokens, source.config.max_positions)
-        size = Size(places, tokens, min(pages, places * -(-tokens // PAGE)))
-        self._retire()  # first: there may be no room for two
-        self._kept = _Kept(_engine(source, size), _Mark(source), size)
-        return self._kept
+        return Size(places, tokens, min(pages, places * -(-tokens // PAGE))), None
+
+    def _made(self, source: Source, size: Size) -> _Kept:
+        """A new engine, kept from now on."""
+        if self._kept is not None and not self._kept.calls:
+            self._retire()  # first: there may be no room for two
+        made = _Kept(_engine(source, size), _Mark(source), size)
+        self._retire()
+        self._kept = made
+        return made
 
 
 def needed(rows: int, tokens: int) -> Size:
@@ -257,7 +284,7 @@ def _engine(source: Source, size: Size) -> Engine:
         got = f"a {type(module).__name__} whose parts are not what its config says"
         raise CannotServe("module", where=_WHERE, got=got, wanted="a Decoder as it was made, or graphs=None")
     # The jitted step computes what the module says, and the model's own config says where it ends.
-    config = replace(module.config, **{name: getattr(source.config, name) for name in _SPECIAL})
+    config = replace(module.config, **{name: getattr(source.config, name) for name in NOT_COMPUTED})
     runtime = None if source.mode == "simulate" else cuda_runtime(_WHERE, source.mode, source.device)
     engine = Engine(
         Model(config, module), max_sequences=size.places, max_tokens=size.tokens, page_size=PAGE, pages=size.pages,

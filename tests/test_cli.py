@@ -263,7 +263,8 @@ def test_doctor_on_this_machine(command):
     assert code == (0 if report["ok"] else 1)
     assert report["machine"]["packages"]["jax"].startswith("0.11.")
     assert {operation["name"] for operation in report["operations"]} == {
-        *("route", "grouped_moe, 1 row", "grouped_moe, 4096 rows")
+        *("route", "grouped_moe, 1 row", "grouped_moe, 4096 rows"),
+        *("linear", "route_rows", "kv_append", "attention", "sample"),
     }
 
 

@@ -8,7 +8,7 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -33,7 +33,9 @@ from moe_jax.cache.identity import Phase
 from moe_jax.errors import CannotServe, InvalidArgument
 from moe_jax.generation import gathered, parse_stop
 from moe_jax.model import Model
+from moe_jax.models.decoder import Decoder
 from moe_jax.pallas_kernels.advance.specs import RUNNING
+from moe_jax.pallas_kernels.errors import CudaError
 from moe_jax.pallas_kernels.linear.heuristics import MAX_ROWS
 from moe_jax.sampling import Sampling, sampling
 
@@ -46,7 +48,7 @@ from .prompts import LONG, Prompts
 from .rows import row_block
 from .sequences import Places, Sequence
 from .step import NAMESPACE, Geometry, build, bytes_needed, certificate_of
-from .weights import check_update, module_weights
+from .weights import check_config, check_update, module_weights
 
 
 class Engine:
@@ -150,6 +152,7 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}
         self._numbers = itertools.count()
         self._on_device: tuple[int, ...] | None = None
+        self._doubtful: set[int] = set()
         # Put into words when somebody asks.
         self._last: str | tuple[Outcome, int, int] = "no step was made"
         self._unusable: str | None = None
@@ -166,7 +169,8 @@ class Engine:
     def live(self) -> tuple[int, ...]:
         """Sequences that the next step gives a token to, in the order in which they joined."""
         with self._lock:
-            return tuple(n for n, sequence in self._sequences.items() if not (sequence.ended or sequence.inner))
+            held = list(self._sequences.items())  # a stream that is collected meanwhile gives up its own
+            return tuple(n for n, sequence in held if not (sequence.ended or sequence.inner))
 
     def warmup(self, prompts: Items[int] = ()) -> None:
         """Make every call that first steps and prompts would pay for: nothing is compiled, loaded, captured afterwards.
@@ -182,6 +186,8 @@ class Engine:
             InvalidArgument: a length that no prompt can have.
         """
         where = "Engine.warmup"
+        if not isinstance(prompts, Iterable):
+            raise InvalidArgument("prompts", where=where, got=repr(prompts), wanted="a list of lengths")
         for length in prompts:
             self._prompts.compile(check_count(where, "prompts", length, self._geometry.max_tokens))
         with self._using(where):
@@ -283,8 +289,8 @@ class Engine:
         """
         where = "Engine.release"
         with self._using(where):
-            known = sorted(n for n, held in self._sequences.items() if not held.inner)
-            if sequence not in known:
+            known = sorted(n for n, held in list(self._sequences.items()) if not held.inner)
+            if isinstance(sequence, bool) or not isinstance(sequence, (int, np.integer)) or sequence not in known:
                 wanted = f"one of {known}"
                 raise InvalidArgument("sequence", where=where, got=repr(sequence), wanted=wanted)
             self._forget(sequence)
@@ -296,12 +302,12 @@ class Engine:
         (`warmup` makes those calls). Keys and values of sequences that were read with the old weights stay.
 
         Args:
-            weights: a model or module of the same shapes; or some arrays by name (``"embed"``, ``"0.qkv"``, …); None:
+            weights: a model or module of the same config; or some arrays by name (``"embed"``, ``"0.qkv"``, …); None:
                 the engine's own model as it is now.
 
         Raises:
-            InvalidArgument: a name, shape or dtype that the engine does not have, an array that was deleted or, where
-                weights are held, is not on the device alone; nothing has changed.
+            InvalidArgument: another config, a name, shape or dtype that the engine does not have, an array that was
+                deleted or, where weights are held, is not on the device alone; nothing has changed.
             CudaError: owned weights may have been written in part, so call it again.
         """
         where = "Engine.update_weights"
@@ -310,6 +316,8 @@ class Engine:
             given = given.module
         arrays: Mapping[str, Any] = given if isinstance(given, Mapping) else module_weights(where, given)
         check_update(where, arrays, self._geometry.weights, whole=not isinstance(given, Mapping))
+        if isinstance(given, Decoder):
+            check_config(where, given.config, self._geometry.config)
         with self._using(where):
             self.memory.update_weights(arrays)
             # Graphs that name the old arrays let go of them now, not at the next step of their bucket.
@@ -436,6 +444,9 @@ class Engine:
         """Let the device's rows be these sequences, as they are; rows that it has brought there itself stay."""
         if self._on_device != numbers:
             self._on_device = None
+            for number in self._doubtful.intersection(numbers):
+                self.memory.write("finished", np.asarray([RUNNING], np.int32), 4 * self._sequences[number].place)
+            self._doubtful.difference_update(numbers)
             self.memory.write("rows", row_block(self._geometry, [self._sequences[number] for number in numbers]))
             self._on_device = numbers
 
@@ -455,8 +466,9 @@ class Engine:
             outcome = self.graphs.step(self._steps.decode[bucket], certificate, self.memory.table)
             tokens = self.memory.read("token")[:rows].tolist()
         except BaseException as error:
-            # What the device's rows hold is not known: the next step writes them anew, from before this one.
+            # What the device has made of them is not known: the next step writes them anew, from before this one.
             self._on_device = None
+            self._doubtful.update(numbers)
             self._last = f"failed: {error}"
             raise
         self._last = outcome, rows, bucket
@@ -483,5 +495,6 @@ def _close_at_exit() -> None:
     """JAX has registered its own end before, so this comes first: the device is still there."""
     for engine in list(_open):
         if engine._lock.acquire(timeout=EXIT_SECONDS):
-            engine.close()
+            with contextlib.suppress(CudaError):  # the others still want to be closed
+                engine.close()
             engine._lock.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from moe_jax.layer import NAMES
-from moe_jax.models.config import ModelConfig
+from moe_jax.models.config import NOT_COMPUTED, ModelConfig
 from moe_jax.models.decoder import Decoder
 from moe_jax.models.rope import rotation
 from moe_jax.nnx import MoE
@@ -66,15 +67,31 @@ def check_update(
         InvalidArgument: naming the array.
     """
     wanted = {name: (dtype, shape) for name, dtype, shape in declared}
-    odd = sorted(arrays.keys() - wanted.keys()) or (sorted(wanted.keys() - arrays.keys()) if whole else [])
+    odd = sorted(arrays.keys() - wanted.keys(), key=str) or (sorted(wanted.keys() - arrays.keys()) if whole else [])
     if odd:
         raise InvalidArgument("names", where=where, got=odd, wanted=f"{'all' if whole else 'some'} of {list(wanted)}")
     check_there(where, arrays)
     for name, array in arrays.items():
         dtype, shape = wanted[name]
-        if (array.dtype.name, tuple(array.shape)) != (dtype, shape):
-            got = f"{array.dtype.name}{list(array.shape)}"
+        native = getattr(array.dtype, "isnative", True)
+        if (array.dtype.name, tuple(array.shape)) != (dtype, shape) or not native:
+            got = f"{array.dtype.name}{list(array.shape)}{'' if native else ', its bytes swapped'}"
             raise InvalidArgument(f"array {name}", where=where, got=got, wanted=f"{dtype}{list(shape)}")
+
+
+def check_config(where: str, given: ModelConfig, config: ModelConfig) -> None:
+    """Refuse the weights of a model that computes something else; where it begins and ends does not count.
+
+    Raises:
+        InvalidArgument: naming the fields that differ.
+    """
+    same = replace(given, **{name: getattr(config, name) for name in NOT_COMPUTED})
+    told = [field.name for field in fields(config) if field.compare and field.name not in ("family", "dtype")]
+    names = [name for name in told if getattr(same, name) != getattr(config, name)]
+    if names:
+        got = ", ".join(f"{name} {getattr(given, name)}" for name in names)
+        wanted = ", ".join(f"{name} {getattr(config, name)}" for name in names)
+        raise InvalidArgument("config", where=where, got=got, wanted=f"the engine's {wanted}")
 
 
 def check_there(where: str, arrays: Mapping[str, Any]) -> None:

@@ -40,6 +40,10 @@ class RopeConfig:
     truncate: bool = True
 
 
+# Where a text begins and ends: a model decides it, and no array or module shows it.
+NOT_COMPUTED = ("bos_token_id", "eos_token_ids", "pad_token_id", "max_positions")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only MoE language model. Frozen, hashable, and equal when the contents are.

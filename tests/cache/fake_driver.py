@@ -85,6 +85,7 @@ class FakeDriver:
         self.functions: dict[int, KernelSpec] = {}
         self.events: dict[int, tuple[Stream, int]] = {}
         self.pinned: dict[int, np.ndarray] = {}
+        self.pushed: list[Any] = []
         self._flights: dict[int, list[tuple[Stream, int]]] = {}
         self._faults: list[list[Any]] = []
         self._lost: Any = None
@@ -110,7 +111,7 @@ class FakeDriver:
 
     def _call(self, name: str, function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[Any, ...]:
         with self._lock:
-            if name in ("cuCtxSetCurrent", "cuCtxGetCurrent", "cuGetErrorName"):
+            if name.startswith("cuCtx") or name == "cuGetErrorName":
                 return function(*arguments)
             self.calls.append(name)
             assert self.current.get(threading.get_ident()) == CONTEXT, f"{name} outside the device's context"
@@ -145,6 +146,15 @@ class FakeDriver:
     def _cuCtxSetCurrent(self, context: int) -> tuple[Any, ...]:
         self.current[threading.get_ident()] = context
         return (Result.CUDA_SUCCESS,)
+
+    def _cuCtxPushCurrent(self, context: int) -> tuple[Any, ...]:
+        self.pushed.append(self.current.get(threading.get_ident()))
+        return self._cuCtxSetCurrent(context)
+
+    def _cuCtxPopCurrent(self) -> tuple[Any, ...]:
+        popped, before = self.current[threading.get_ident()], self.pushed.pop()
+        self.current[threading.get_ident()] = before
+        return Result.CUDA_SUCCESS, popped
 
     def _cuCtxGetCurrent(self) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, self.current[threading.get_ident()]

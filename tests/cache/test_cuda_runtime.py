@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+
 import jax
 import numpy as np
 import pytest
@@ -277,3 +280,13 @@ def test_handles_that_are_gone_or_of_another_kind_never_reach_the_driver(made):
     assert fake.calls == []
     runtime.destroy(executable)
     assert not fake.executables and not fake.graphs
+
+
+def test_dropping_a_stream_leaves_the_context_of_its_thread(made):
+    runtime, fake = made
+    stream = runtime.new_stream()
+    assert len(fake.pinned) == 1
+    fake.current[threading.get_ident()] = 99  # another device's
+    del stream
+    gc.collect()
+    assert fake.current[threading.get_ident()] == 99 and not fake.pinned

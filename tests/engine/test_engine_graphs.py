@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -17,9 +18,10 @@ from flax import nnx
 from moe_jax.cache import NotReplayed, SimulatedRuntime, StickyError, StoreUnusable, decision
 from moe_jax.engine import Engine
 from moe_jax.errors import CannotServe
+from moe_jax.model import Model
 from moe_jax.pallas_kernels.errors import CudaError
 from moe_jax.testing import assert_replay_equals_direct
-from tiny_models import tiny_model
+from tiny_models import tiny_config, tiny_model, tiny_module
 
 
 @pytest.fixture
@@ -297,6 +299,36 @@ def test_close_gives_everything_back():
     for call in (engine.step, engine.warmup, lambda: engine.prefill([[1]]), lambda: engine.release(0)):
         with pytest.raises(StoreUnusable, match="closed"):
             call()
+
+
+@pytest.mark.parametrize("weights", ["held", "owned"])
+def test_a_step_that_ended_a_row_but_could_not_be_read_has_not_happened(engine_for, weights):
+    """Made again with other weights, it draws another token, and the row goes on."""
+    probe = engine_for(tiny_model(MAIN), **OPTIONS)
+    (number,) = probe.prefill([PROMPTS[0]])
+    config = dataclasses.replace(tiny_config(MAIN), eos_token_ids=(probe.step()[number],))
+    found = []
+    for fails in (False, True):
+        engine = engine_for(Model(config, tiny_module(tiny_config(MAIN))), **OPTIONS, weights=weights)
+        (number,) = engine.prefill([PROMPTS[0]])
+        if fails:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(engine.runtime, "read", unreadable(engine.runtime))
+                with pytest.raises(CudaError):
+                    engine.step()
+        engine.update_weights(other_model().module)
+        found.append([engine.step()[number] for _ in range(4)])
+    assert found[0] == found[1] and -1 not in found[0]
+
+
+def unreadable(runtime: SimulatedRuntime):
+    """Everything that is queued runs, and then cannot be read."""
+
+    def read(address, dtype, shape, stream):
+        runtime.synchronize(stream)
+        raise CudaError("call failed", where="read", got="CUDA_ERROR_UNKNOWN", wanted="success")
+
+    return read
 
 
 LEFT_OPEN = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from typing import Any
 
@@ -144,6 +145,7 @@ BAD = {
     "a deleted array": lambda array: (deleted(array), "array 0.qkv: got deleted"),
     "another dtype": lambda array: (array.astype(jnp.bfloat16), r"array 0.qkv: got bfloat16\[96, 32\], wanted float32"),
     "another shape": lambda array: (array[1:], r"array 0.qkv: got float32\[95, 32\]"),
+    "swapped bytes": lambda array: (np.asarray(array).astype(">f4"), r"array 0.qkv: got float32\[96, 32\], its bytes"),
     "a list": lambda array: (array.tolist(), "array 0.qkv: got list, wanted a jax.Array"),
 }
 NOT_HELD = {
@@ -259,3 +261,13 @@ def test_warmup_makes_the_calls_after_new_weights(made):
 def test_weights_is_an_option():
     with pytest.raises(InvalidArgument, match="weights: got 'borrowed', wanted held or owned"):
         Engine(tiny_model(MAIN), **ONE, graphs="simulate", weights="borrowed")
+
+
+@pytest.mark.parametrize("weights", ["held", "owned"])
+def test_weights_of_a_model_that_computes_something_else_are_refused(made, weights):
+    engine = made(weights)
+    other = dataclasses.replace(tiny_config(MAIN), clip_qkv=0.01)
+    with pytest.raises(InvalidArgument, match=r"config: got clip_qkv 0.01, wanted the engine's clip_qkv"):
+        engine.update_weights(Model(other, tiny_module(other)))
+    ends = dataclasses.replace(tiny_config(MAIN), eos_token_ids=(7,))
+    engine.update_weights(Model(ends, tiny_module(ends)))

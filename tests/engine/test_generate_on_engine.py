@@ -357,6 +357,50 @@ def test_an_engine_that_cannot_be_made_is_a_reason_or_an_error(gpu, model, error
     assert model.explain_generate() == 'engine: graphs "on"'
 
 
+def test_a_failure_beside_a_running_call_is_not_remembered(gpu, model):
+    one = {"max_new_tokens": COUNT}
+    model.generate(THREE[:1], **one)
+    engine = engine_of(model)
+    stream = model.generate(THREE[:1], stream=True, **one)
+    gpu.append(CudaError("allocate", where="CudaRuntime", got="CUDA_ERROR_OUT_OF_MEMORY", wanted="CUDA_SUCCESS"))
+    model.generate(THREE[:1], **one)
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in model.explain_generate()
+    assert np.stack(list(stream), 1).tolist() == expected()[:1]
+    model.generate(THREE[:1], **one)
+    assert model.explain_generate() == 'engine: graphs "on"' and engine_of(model) is engine
+
+
+def test_an_engine_that_does_not_close_costs_no_call_its_tokens(model):
+    stream = model.generate(THREE, stream=True, **SIMULATE)
+    engine = engine_of(model)
+    model.close()
+    engine.runtime.fail("synchronize")
+    assert np.stack(list(stream), 1).tolist() == expected()[:3] and not closed(engine)
+    model.close()
+    assert closed(engine)
+
+
+def test_counts_are_not_asked_for_with_the_lock_of_the_calls(model, monkeypatch):
+    """A stream that is collected inside a step, with the engine's lock held, takes that one too."""
+    model.generate(THREE, **SIMULATE)
+    held = []
+
+    def take():
+        held.append(model._serving._lock.acquire(timeout=1))
+        if held[-1]:
+            model._serving._lock.release()
+
+    def stats():
+        other = threading.Thread(target=take)
+        other.start()
+        other.join()
+        return {}
+
+    monkeypatch.setattr(engine_of(model), "stats", stats)
+    assert model.engine_stats() == {} and held == [True]
+    monkeypatch.undo()
+
+
 def test_a_lost_context_is_never_a_reason(gpu, model):
     gpu.append(StickyError("launch", where="CudaRuntime", got="CUDA_ERROR_ILLEGAL_ADDRESS", wanted="CUDA_SUCCESS"))
     with pytest.raises(StickyError):
