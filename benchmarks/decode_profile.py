@@ -17,7 +17,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,12 @@ import numpy as np
 
 from moe_jax.bench import decode_engine
 from moe_jax.bench.cases import parse_rows
-from moe_jax.bench.decode_model import config_of, random_model
+from moe_jax.bench.decode_model import config_of, cut, random_model
 from moe_jax.cache.cuda_runtime import CudaRuntime
 from moe_jax.cache.runtime import no_collection
 from moe_jax.engine import Engine
-from moe_jax.models.config import ModelConfig
 
 REPLAYS, REPEATS = 40, 5
-
-
-def first_layers(config: ModelConfig, layers: int) -> ModelConfig:
-    windows = config.windows and config.windows[:layers]
-    return replace(config, layers=layers, moe_layers=config.moe_layers[:layers], windows=windows)
 
 
 class Parts:
@@ -106,7 +99,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device, rng = jax.devices("gpu")[0], np.random.default_rng()
-    config = first_layers(config_of(args.shape), args.layers)
+    config = cut(config_of(args.shape), args.layers)
     model, runtime = random_model(config, int(rng.integers(1 << 31)), device), CudaRuntime(device, cubins=args.cubins)
     tokens, report = args.context + decode_engine.positions(60), {}
     for rows in args.rows:

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from moe_jax import doctor
 from moe_jax.bench.cases import parse_rows
 from moe_jax.cli import output
 from moe_jax.cli.device import free_memory
-from moe_jax.cli.measuring import capability_of, check_folder, head, progress_on, write
+from moe_jax.cli.measuring import capability_of, check_folder, draw, head, progress_on, write
 from moe_jax.errors import InvalidArgument
 
 WHERE = "moe-jax bench decode"
@@ -103,10 +101,8 @@ def _show(report: Mapping[str, Any], console: Console) -> None:
     from moe_jax.bench.table import facts
 
     if console.is_terminal:
-        drawn = Table(*decode.HEADINGS, title=f"decode step, {report['shape']}, bf16, {report['device']}")
-        for row in decode.rows_of(report):
-            drawn.add_row(*map(Text, row))
-        console.print(drawn)
+        title = f"decode step, {report['shape']}, bf16, {report['device']}"
+        draw(console, title, decode.HEADINGS, decode.rows_of(report))
     else:
         print(decode.markdown(report), file=console.file)
     print(f"\n{facts(report)}", file=console.file)

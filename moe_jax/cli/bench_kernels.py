@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from moe_jax import doctor
@@ -17,7 +16,7 @@ from moe_jax.bench import plot as plots
 from moe_jax.bench import table as tables
 from moe_jax.bench.cases import NAMED, default_rows, parse_rows, parse_shape
 from moe_jax.cli import output
-from moe_jax.cli.measuring import capability_of, check_folder, head, progress_on, write
+from moe_jax.cli.measuring import capability_of, check_folder, draw, head, progress_on, write
 
 WHERE = "moe-jax bench kernels"
 PEER_PACKAGES = ("torch", "tokamax")
@@ -89,10 +88,7 @@ def _measure(cells, machine, capability, cubins, time_limit, json, progress) -> 
 def _show(report: Mapping[str, Any], console: Console) -> None:
     """The table on a terminal, as Markdown elsewhere; and what was not measured."""
     if console.is_terminal:
-        drawn = Table(*tables.HEADINGS, title=f"expert layer, bf16, {report['device']}")
-        for row in tables.rows_of(report):
-            drawn.add_row(*map(Text, row))
-        console.print(drawn)
+        draw(console, f"expert layer, bf16, {report['device']}", tables.HEADINGS, tables.rows_of(report))
         console.print(Text(tables.facts(report)))
     else:
         print(tables.markdown(report), file=console.file)

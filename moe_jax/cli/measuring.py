@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 from moe_jax import __version__, doctor
@@ -68,6 +69,14 @@ def write(path: Path | None, report: Mapping[str, Any]) -> None:
     fresh = path.with_name(f"{path.name}.part")
     fresh.write_text(json.dumps(report, indent=1) + "\n")
     fresh.replace(path)
+
+
+def draw(console: Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table on a terminal."""
+    table = Table(*headings, title=title)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
 
 
 @contextmanager

@@ -464,7 +464,7 @@ class Engine:
         try:
             certificate = self._certificate(rows, bucket)
             outcome = self.graphs.step(self._steps.decode[bucket], certificate, self.memory.table)
-            tokens = self.memory.read("token")[:rows].tolist()
+            tokens = self.memory.read("token", rows).tolist()
         except BaseException as error:
             # What the device has made of them is not known: the next step writes them anew, from before this one.
             self._on_device = None

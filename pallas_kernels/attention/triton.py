@@ -181,15 +181,12 @@ def attend(
             there = t * TILE <= position
             if WINDOW > 0:
                 there = there & ((t + 1) * TILE > position - (WINDOW - 1))
-            if RUN == 1:
-                top, total, out = _merge(top, total, out, tile_top, tile_total, tile_out, there)
-            else:
-                run_top, run_total, run_out = _merge(run_top, run_total, run_out, tile_top, tile_total, tile_out, there)
-                if ((t + 1) % RUN == 0) | (t + 1 == stop):
-                    top, total, out = _merge(top, total, out, run_top, run_total, run_out, m >= 0)
-                    run_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                    run_total = tl.zeros([BLOCK_M], tl.float32)
-                    run_out = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
+            run_top, run_total, run_out = _merge(run_top, run_total, run_out, tile_top, tile_total, tile_out, there)
+            if ((t + 1) % RUN == 0) | (t + 1 == stop):
+                top, total, out = _merge(top, total, out, run_top, run_total, run_out, m >= 0)
+                run_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                run_total = tl.zeros([BLOCK_M], tl.float32)
+                run_out = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
         place = (slot * GROUP_ROWS + m // SHARE).to(tl.int64) * HEADS + head
         tl.store(vector_ptr + place[:, None] * DIM + dim[None, :], out, mask=live[:, None] & (dim < DIM)[None, :])
         tl.store(weight_ptr + place * 2, top, mask=live)

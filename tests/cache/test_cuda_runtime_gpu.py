@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -31,6 +31,7 @@ from moe_jax.cache.cuda_runtime import COMPILED_BYTES, CudaRuntime
 from moe_jax.cache.outcome import Reason
 from moe_jax.pallas_kernels.embed import embed_spec
 from moe_jax.pallas_kernels.errors import CudaError
+from side_by_side import side_by_side
 
 pytestmark = pytest.mark.gpu
 
@@ -194,17 +195,6 @@ def test_values_written_come_back_in_the_streams_order(runtime, dtype):
 
 
 def test_two_engines_in_two_threads_beside_compilation_and_copies(runtime):
-    errors, stop = [], threading.Event()
-
-    def guarded(function, *arguments):
-        def run() -> None:
-            try:
-                function(*arguments)
-            except BaseException as error:
-                errors.append(error)
-
-        return threading.Thread(target=run)
-
     def steps(seed: int) -> None:
         for _ in range(10):
             worlds = [
@@ -215,24 +205,12 @@ def test_two_engines_in_two_threads_beside_compilation_and_copies(runtime):
             for world in worlds:
                 world.graphs.close()
 
-    def disturb() -> None:
-        number = 0
-        while not stop.is_set():
-            number += 1
-            x = jax.device_put(np.full(1 << 16, number, np.float32), runtime.device)
-            constant = float(number)
-            assert float(jax.jit(lambda x, constant=constant: (x * constant).sum())(x)) > 0
-            del x
+    def disturb(number: int) -> None:
+        x = jax.device_put(np.full(1 << 16, number, np.float32), runtime.device)
+        constant = float(number)
+        assert float(jax.jit(lambda x, constant=constant: (x * constant).sum())(x)) > 0
 
-    workers = [guarded(steps, 1), guarded(steps, 2)]
-    other = guarded(disturb)
-    for thread in (*workers, other):
-        thread.start()
-    for thread in workers:
-        thread.join()
-    stop.set()
-    other.join()
-    assert errors == [] and gc.isenabled()
+    side_by_side([functools.partial(steps, seed) for seed in (1, 2)], disturb)
 
 
 @pytest.mark.alone

@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
+from moe_jax.cache import StickyError, StoreUnusable
 from moe_jax.engine import Engine
 from moe_jax.model import Model
 from tiny_models import tiny_config, tiny_model, tiny_module
@@ -39,7 +41,7 @@ def other_model() -> Model:
 def expected(other: bool = False) -> list[list[int]]:
     """Greedy tokens of every prompt from the jitted path, which knows no engine."""
     model = other_model() if other else tiny_model(MAIN)
-    return model.generate(PROMPTS, max_new_tokens=COUNT).tolist()
+    return model.generate(PROMPTS, max_new_tokens=COUNT, graphs="jit").tolist()
 
 
 def ending_with(token: int) -> Model:
@@ -68,3 +70,13 @@ def take(engine: Engine, into: dict[int, list[int]], steps: int) -> None:
     for _ in range(steps):
         for number, token in engine.step().items():
             into.setdefault(number, []).append(token)
+
+
+def step_loses_the_context(engine: Engine) -> None:
+    """The next step ends the engine, and every call and the counts say why."""
+    with pytest.raises(StickyError):
+        engine.step()
+    with pytest.raises(StoreUnusable, match=r"context is lost.* wanted a new process"):
+        engine.step()
+    assert "context is lost" in engine.stats()["state"]
+    engine.close()

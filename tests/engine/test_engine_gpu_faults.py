@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,14 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_pairs import LONG, WARM_UP, Device, Pair, device, make, pair
-from engines import MAIN, OPTIONS, PROMPTS, last, other_model, turned_model
+from engines import MAIN, OPTIONS, PROMPTS, last, other_model, step_loses_the_context, turned_model
 
 import moe_jax
-from moe_jax.cache import Reason, StickyError, StoreUnusable, row_buckets
+from moe_jax.cache import Reason, row_buckets
 from moe_jax.engine import Engine
 from moe_jax.model import Model
 from moe_jax.pallas_kernels import compiled
 from moe_jax.pallas_kernels.errors import CudaError
+from side_by_side import side_by_side
 from tiny_models import tiny_model
 
 __all__ = ["device", "make", "pair"]
@@ -60,17 +60,6 @@ def test_two_engines_in_two_threads_beside_compilation_and_copies(make):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((64, 1000), np.float32))
     before = np.asarray(user(x)).tobytes()
     pairs = [Pair(make, model, **OPTIONS) for model in (tiny_model(MAIN), other_model())]
-    errors: list[BaseException] = []
-    stop = threading.Event()
-
-    def guarded(function: Callable[..., None], *arguments: Any) -> threading.Thread:
-        def run() -> None:
-            try:
-                function(*arguments)
-            except BaseException as error:
-                errors.append(error)
-
-        return threading.Thread(target=run)
 
     def steps(pair: Pair, turns: int) -> None:
         for turn in range(turns):
@@ -79,25 +68,14 @@ def test_two_engines_in_two_threads_beside_compilation_and_copies(make):
             pair.release(*numbers)
             pair.new_manifest()
 
-    def disturb() -> None:
-        number = 0
-        while not stop.is_set():
-            number += 1
-            y = jax.device_put(np.full(1 << 16, number, np.float32))
-            constant = float(number)
-            mean = jax.jit(lambda y, constant=constant: (y * constant).mean())(y)
-            assert float(mean) == pytest.approx(number**2, rel=1e-4)
-            assert np.asarray(user(x)).tobytes() == before
+    def disturb(number: int) -> None:
+        y = jax.device_put(np.full(1 << 16, number, np.float32))
+        constant = float(number)
+        mean = jax.jit(lambda y, constant=constant: (y * constant).mean())(y)
+        assert float(mean) == pytest.approx(number**2, rel=1e-4)
+        assert np.asarray(user(x)).tobytes() == before
 
-    workers = [guarded(steps, pair, 6) for pair in pairs]
-    other = guarded(disturb)
-    for thread in (*workers, other):
-        thread.start()
-    for thread in workers:
-        thread.join()
-    stop.set()
-    other.join()
-    assert errors == [] and gc.isenabled()
+    side_by_side([functools.partial(steps, pair, 6) for pair in pairs], disturb)
     assert np.asarray(user(x)).tobytes() == before
 
 
@@ -161,12 +139,7 @@ def test_a_lost_context_ends_the_engine_and_it_says_so(make):
     engine.warmup()
     engine.prefill(PROMPTS[:1])
     engine.runtime.fail("launch_graph", name="CUDA_ERROR_ILLEGAL_ADDRESS", **sticky(engine))
-    with pytest.raises(StickyError):
-        engine.step()
-    with pytest.raises(StoreUnusable, match=r"context is lost.* wanted a new process"):
-        engine.step()
-    assert "context is lost" in engine.stats()["state"]
-    engine.close()
+    step_loses_the_context(engine)
 
 
 def sticky(engine: Engine) -> dict[str, bool]:
