@@ -291,8 +291,7 @@ class Engine:
         with self._using(where):
             known = sorted(n for n, held in list(self._sequences.items()) if not held.inner)
             if isinstance(sequence, bool) or not isinstance(sequence, (int, np.integer)) or sequence not in known:
-                wanted = f"one of {known}"
-                raise InvalidArgument("sequence", where=where, got=repr(sequence), wanted=wanted)
+                raise InvalidArgument("sequence", where=where, got=repr(sequence), wanted=f"one of {known}")
             self._forget(sequence)
 
     def update_weights(self, weights: Model | nnx.Module | Mapping[str, Any] | None = None) -> None:
@@ -481,6 +480,7 @@ class Engine:
     def _forget(self, number: int) -> None:
         """Takes the lock. Pages are given to others at once: what reads them was queued before what will write them."""
         with self._lock:
+            self._doubtful.discard(number)
             sequence = self._sequences.pop(number, None)
             if sequence is not None:
                 self._places.give_back(sequence.place, sequence.pages)
