@@ -182,7 +182,7 @@ class CudaRuntime:
     def prepare(self, specs: Iterable[KernelSpec], progress: Callable[[int, int], object] | None = None) -> None:
         """Compile what is not compiled yet, on as many threads as this process has CPUs, and keep it for `load`.
 
-        Triton lets go of Python's lock in MLIR, in LLVM and while it waits for ``ptxas``: three quarters of the time.
+        Triton lets go of Python's lock in MLIR, in LLVM and while it waits for ``ptxas``.
         """
         self._enter("prepare")
         missing = {spec.key: spec for spec in specs if spec.key not in self._compiled}
