@@ -51,20 +51,25 @@ def arithmetics(shape: Shape) -> list[Arithmetic]:
 def tiles(shape: Shape, tokens: int, arithmetic: Arithmetic) -> list[Tile]:
     """Tiles to try for a row count, the heuristic's first."""
     base = dataclasses.replace(heuristic(shape, tokens), **arithmetic._asdict())
+    if base.block_m != 16 * base.num_warps:
+        base = dataclasses.replace(base, held=0, late=0)
 
     def change(**fields: int) -> Tile:
         return dataclasses.replace(base, **fields)
 
     if tokens == 1:
         found = [
-            *(change(block_n=n, num_stages=s) for n in (8, 16) for s in (3, 4, 5, 6)),
-            change(lag=4), change(lag=2, block_n=8, num_stages=6),
+            *(change(block_n=n, num_stages=s, held=0, late=0) for n in (8, 16) for s in (3, 4, 5, 6)),
+            change(lag=4, held=0, late=0), change(lag=2, block_n=8, num_stages=6, held=0, late=0),
         ]  # fmt: skip
+        if base.held:
+            found += [change(num_stages=stages, late=late) for stages in (5, 6, 7) for late in (0, 2, 4)]
     else:
         narrow = 8 if tokens <= 8 else base.block_n
         found = [
             *(change(block_n=narrow, num_stages=s, programs=p) for s, p in ((3, 528), (4, 396), (4, 264), (6, 264))),
             change(lag=12), change(lag=32), change(block_n=2 * base.block_n if base.block_n < 32 else 16),
+            change(backoff=0), change(backoff=0, spread=1), change(backoff=20), change(backoff=300),
         ]  # fmt: skip
     return list(dict.fromkeys([base, *found]))
 

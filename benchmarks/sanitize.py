@@ -186,6 +186,17 @@ def attention(rng: np.random.Generator) -> Iterator[Case]:
         yield f"{TOKENS} rows {options or ''}", [Launch(s) for s in specs], paged(rng, TOKENS, 2, 11, 40, 170)
 
 
+def decode_attention(rng: np.random.Generator) -> Iterator[Case]:
+    """Each row a sequence of its own, one of them not there."""
+    from moe_jax.pallas_kernels.attention import decode_attention_specs
+
+    sizes = {"sequences": TOKENS, "pages": 11 * TOKENS, "page_size": 16, "max_pages": 11, "positions": 170}
+    for options in ({"norm": "head"}, {"norm": "projection", "window": 20, "sink": True}):
+        specs = decode_attention_specs(TOKENS, 4, 2, 64, dtype="float16", **sizes, **options)
+        given = paged(rng, TOKENS, TOKENS, 11, 11 * TOKENS, 170)
+        yield f"{TOKENS} rows {options}", [Launch(s) for s in specs], given
+
+
 def sample(rng: np.random.Generator) -> Iterator[Case]:
     from moe_jax.pallas_kernels.sample import sample_specs
 
@@ -263,6 +274,7 @@ STEPS: dict[str, tuple[Callable[[np.random.Generator], Iterable[Case]], set[str]
     "linear": (linear, {"linear.linear_spec"}),
     "kv_append": (kv_append, {"kv_append.kv_append_spec"}),
     "attention": (attention, {"attention.attention_specs"}),
+    "decode_attention": (decode_attention, {"attention.decode_attention_specs"}),
     "sample": (sample, {"sample.sample_specs"}),
     "embed": (embed, {"embed.embed_spec"}),
     "advance": (advance, {"advance.advance_spec"}),

@@ -117,8 +117,9 @@ class Graphs:
             self._refuse_unusable()
             try:
                 self._store.collect()
-                self._observe(table)
-                decision = decide(launches, certificate, table, self._registry, self._store.entries, self._rules)
+                with self._runtime.range("moe_jax: plan"):
+                    self._observe(table)
+                    decision = decide(launches, certificate, table, self._registry, self._store.entries, self._rules)
                 outcome = self._runner.run(decision, launches, certificate, table, staged, warming=self._warming)
             except StickyError as error:
                 self._die(error)

@@ -222,9 +222,9 @@ def test_tuned_tiles_are_what_the_launches_take(tuned_h200: Callable[..., None])
     base = tile_for(16, 2, 4, 64, 128, "bfloat16")
     tuned_h200("expert_ffn", 16, dataclasses.asdict(dataclasses.replace(base, num_stages=6)))
     assert str(explain(*tuned_case(9))).startswith("grouped_moe: triton\n  tile: tuned data for NVIDIA H200, 16 rows\n")
-    made = triton._specs(9, 2, 4, 64, 128, "bfloat16", "NVIDIA H200", CONFIG.activation, False, False, False)[1]
-    assert made.num_stages == 6
-    elsewhere = triton._specs(9, 2, 4, 64, 128, "bfloat16", "NVIDIA A100", CONFIG.activation, False, False, False)[1]
+    sizes, options = (9, 2, 4, 64, 128, "bfloat16"), (CONFIG.activation, False, False, False)
+    assert triton._specs(*sizes, "NVIDIA H200", 90, *options)[1].num_stages == 6
+    elsewhere = triton._specs(*sizes, "NVIDIA A100", 80, *options)[1]
     assert elsewhere.num_stages == base.num_stages != 6
     assert "tile: heuristic: tuned data for expert_ffn at (64, 128, 4, 2)" in str(explain(*tuned_case(17)))
 
@@ -306,9 +306,9 @@ def test_specs_are_made_once_for_equal_shapes() -> None:
     pytest.importorskip("triton")
     config, again = layer(4, 2, 16, 12)[0], layer(4, 2, 16, 12)[0]
     options = (False, False, True)
-    first = triton._specs(5, 2, 4, 16, 12, "float32", "cpu", config.activation, *options)
-    assert first is triton._specs(5, 2, 4, 16, 12, "float32", "cpu", again.activation, *options)
-    assert triton._specs(1, 2, 4, 16, 12, "float32", "cpu", config.activation, *options)[0] is None
+    first = triton._specs(5, 2, 4, 16, 12, "float32", "cpu", 80, config.activation, *options)
+    assert first is triton._specs(5, 2, 4, 16, 12, "float32", "cpu", 80, again.activation, *options)
+    assert triton._specs(1, 2, 4, 16, 12, "float32", "cpu", 80, config.activation, *options)[0] is None
 
 
 @pytest.mark.parametrize(("rows", "few"), [(1, True), (64, True), (65, False)])

@@ -72,7 +72,7 @@ def shipped_tile(shape: Shape, tokens: int, device_kind: str, capability: int) -
     hidden, inner, experts, k = shape
     size = (tokens, k, experts, hidden, inner, DTYPE)
     if tokens <= MAX_ROWS:
-        return tuned_tile_for(*size, device_kind)
+        return tuned_tile_for(*size, device_kind, capability=capability)
     return prefill.tuned_tile_for(*size, capability, device_kind)
 
 

@@ -1,8 +1,9 @@
 """The launch lists of a decode step and of a prompt chunk, built from kernel specs; and the manifest of their experts.
 
-A step, per layer: norm and projection, append and rotation, attention in two launches, output projection with residual;
-norm and routing, grouping, experts with residual. Around them: embedding; final norm and head, sampling in three
-launches, bookkeeping. A prompt chunk is the same without what comes after the layers: it only leaves keys and values.
+A step, per layer: norm and projection, append and attention in two launches, output projection with residual; norm and
+routing, grouping, experts with residual. Around them: embedding; final norm and head, sampling in three launches,
+bookkeeping. A prompt chunk appends in a launch of its own, before attention, and is otherwise the same without what
+comes after the layers: it only leaves keys and values.
 
 Memory: *weights* by name; *state* (`state_buffers`), which lasts; and ``scratch``, one piece of raw memory for
 everything between the launches of a step. A place in scratch lasts from the launch that writes it to the next launch
@@ -25,7 +26,8 @@ from moe_jax.cache.identity import Phase
 from moe_jax.cache.launches import ALIGNMENT, argument_bytes
 from moe_jax.models.config import ModelConfig
 from moe_jax.pallas_kernels.advance.specs import advance_spec
-from moe_jax.pallas_kernels.attention.specs import attention_specs
+from moe_jax.pallas_kernels.attention.heuristics import MAX_BLOCK_M
+from moe_jax.pallas_kernels.attention.specs import attention_specs, decode_attention_specs
 from moe_jax.pallas_kernels.device import MINIMUM_CAPABILITY
 from moe_jax.pallas_kernels.embed.specs import embed_spec
 from moe_jax.pallas_kernels.experts.specs import expert_ffn_spec
@@ -377,22 +379,22 @@ def _attention(g: Geometry, rows: int, rows_of_sequence: int, i: int) -> Iterato
             **{"residual": None, "out": "@qkv"},
         },
     )  # fmt: skip
-    yield Call(
-        _spec(
-            g, kv_append_spec, *sizes, dtype=g.dtype, **cache, positions=g.max_tokens, norm=c.qk_norm, eps=c.norm_eps,
-            clip=c.clip_qkv,
-        ),
-        {
-            **{"qkv": "@qkv", "q_gain": weight("q_norm"), "k_gain": weight("k_norm"), "cos": "cos", "sin": "sin"},
-            **state,
-            **pages,
-        },
-    )  # fmt: skip
-    attend, combine = _spec(
-        g, attention_specs, *sizes, dtype=g.dtype, **cache, rows_of_sequence=rows_of_sequence, window=window,
-        capability=g.capability,
-    )  # fmt: skip
-    yield Call(attend, {"q": "@q", **state, **pages})
+    of_append = {"positions": g.max_tokens, "norm": c.qk_norm, "eps": c.norm_eps, "clip": c.clip_qkv}
+    of_attention = {"window": window, "capability": g.capability}
+    given = {"qkv": "@qkv", "q_gain": weight("q_norm"), "k_gain": weight("k_norm"), "cos": "cos", "sin": "sin"}
+    given |= {**state, **pages}
+    # A program of the launch that does both has the new key and value beside its queries.
+    if rows_of_sequence == 1 and c.heads <= (MAX_BLOCK_M - 2) * c.kv_heads:
+        attend, combine = _spec(
+            g, decode_attention_specs, *sizes, dtype=g.dtype, **cache, **of_append, **of_attention
+        )  # fmt: skip
+        yield Call(attend, given)
+    else:
+        yield Call(_spec(g, kv_append_spec, *sizes, dtype=g.dtype, **cache, **of_append), given)
+        attend, combine = _spec(
+            g, attention_specs, *sizes, dtype=g.dtype, **cache, rows_of_sequence=rows_of_sequence, **of_attention
+        )  # fmt: skip
+        yield Call(attend, {"q": "@q", **state, **pages})
     pieces = {"vector": "@vector", "weight": "@weight", "position": "rows.position"}
     yield Call(combine, {**pieces, "sink": None, "out": "@mixed"})
     yield Call(
@@ -459,13 +461,14 @@ def _experts(
     k, experts = router.top_k, router.experts
     block = {"used": None, "block_row": None, "block_pair": None}
     # As `grouped_moe` chooses inside jit, so that both sum in one order.
-    tile = tuned_tile_for(rows, k, experts, c.hidden_size, inner, g.dtype, g.device_kind).tile
+    sizes = (rows, k, experts, c.hidden_size, inner)
+    tile = tuned_tile_for(*sizes, g.dtype, g.device_kind, capability=g.capability).tile
     if rows > 1:
         yield Call(_spec(g, plan_spec, rows, k, experts, tile.block_n), {"ids": "@chosen", "weight_row": None})
         block = {name: f"@{name}" for name in block}
     up, up_bias, down, down_bias = banks
     spec = _spec(
-        g, expert_ffn_spec, rows, k, experts, c.hidden_size, inner, dtype=g.dtype, activation=c.moe.activation,
+        g, expert_ffn_spec, *sizes, dtype=g.dtype, activation=c.moe.activation,
         gate_up_bias=up_bias is not None, down_bias=down_bias is not None, residual=True, tile=tile,
     )  # fmt: skip
     yield Call(

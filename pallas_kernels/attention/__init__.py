@@ -2,6 +2,6 @@
 
 from .api import attention
 from .heuristics import MAX_ROWS, Schedule, schedule_for
-from .specs import attention_specs
+from .specs import attention_specs, decode_attention_specs
 
-__all__ = ["MAX_ROWS", "Schedule", "attention", "attention_specs", "schedule_for"]
+__all__ = ["MAX_ROWS", "Schedule", "attention", "attention_specs", "decode_attention_specs", "schedule_for"]

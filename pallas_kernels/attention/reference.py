@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from ..kv_append.reference import QkNorm, kv_append
 
 # Rows whose keys are gathered at a time.
 _ROWS = 64
@@ -89,6 +92,30 @@ def attend(
     vector = jnp.einsum("sghk,sgkd->sghd", p, v[row], precision=lax.Precision.HIGHEST)
     weight = jnp.stack([top, jnp.sum(p, axis=-1)], axis=-1)
     return vector.reshape(slots, -1, v.shape[-1]), weight.reshape(slots, -1, 2)
+
+
+def append_attend(
+    qkv: Float[Array, "T rows"],
+    q_gain: Float[Array, " q"],
+    k_gain: Float[Array, " k"],
+    cos: Float32[Array, "P half"],
+    sin: Float32[Array, "P half"],
+    position: Int32[Array, " T"],
+    sequence: Int32[Array, " T"],
+    table: Int32[Array, "S pages"],
+    k_pages: Float[Array, "N kv_heads page D"],
+    v_pages: Float[Array, "N kv_heads page D"],
+    *,
+    norm: QkNorm | None,
+    eps: float,
+    clip: float | None,
+    **cut: Any,
+) -> tuple[Array, Array, Array, Array]:
+    """`kv_append` and the first launch: new pages, and what `attend` returns."""
+    k_pages, v_pages, q = kv_append(
+        qkv, q_gain, k_gain, cos, sin, position, sequence, table, k_pages, v_pages, norm=norm, eps=eps, clip=clip
+    )
+    return k_pages, v_pages, *attend(q, k_pages, v_pages, table, position, sequence, **cut)
 
 
 def combine(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 from ..errors import InvalidArgument
+from ..kv_append.reference import QkNorm
+from ..kv_append.specs import kv_append_spec
 from ..plan.specs import power_of_two
 from ..spec import Argument, KernelSpec, check_float
 from . import reference
@@ -53,14 +57,147 @@ def attention_specs(
     Raises:
         InvalidArgument: rows, sizes or dtype out of range.
     """
-    where = "attention_specs"
+    from .triton import attend
+
+    sizes = _sizes(
+        "attention_specs", rows, heads, kv_heads, dim, dtype=dtype, sequences=sequences, pages=pages,
+        page_size=page_size, max_pages=max_pages, rows_of_sequence=rows_of_sequence, scale=scale, window=window,
+        schedule=schedule, capability=capability, pdl=pdl,
+    )  # fmt: skip
+    of_pages = (pages, kv_heads, page_size, dim)
+    first = KernelSpec(
+        name="attend",
+        function=attend,
+        arguments=(
+            Argument("q_ptr", dtype, (rows, heads * dim), "in"),
+            Argument("k_pages_ptr", dtype, of_pages, "in"),
+            Argument("v_pages_ptr", dtype, of_pages, "in"),
+            Argument("table_ptr", "int32", (sequences, max_pages), "in"),
+            Argument("position_ptr", "int32", (rows,), "in"),
+            Argument("sequence_ptr", "int32", (rows,), "in"),
+            *sizes.outputs,
+        ),
+        constexprs=sizes.constants,
+        reference=functools.partial(reference.attend, **sizes.of_reference),
+        **sizes.launch,
+    )
+    return first, _combine_spec(sizes, dtype, sink, pdl)
+
+
+def decode_attention_specs(
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    *,
+    dtype: str,
+    sequences: int,
+    pages: int,
+    page_size: int,
+    max_pages: int,
+    positions: int,
+    norm: QkNorm | None = None,
+    eps: float = 1e-6,
+    clip: float | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    sink: bool = False,
+    schedule: Schedule | None = None,
+    capability: int = 90,
+    pdl: bool = False,
+) -> tuple[KernelSpec, KernelSpec]:
+    """`kv_append_spec` and `attention_specs` in two launches instead of three, with the same bits, for rows that are
+    each a sequence of their own: no row may see a place that another row of the launch writes.
+
+    First launch. Inputs, in order: ``qkv``, ``q_gain``, ``k_gain``, ``cos``, ``sin``, ``position``, ``sequence`` and
+    ``table`` as `kv_append_spec` has them; ``k_pages``, ``v_pages``, updated in place. A row that the append would
+    write nothing of sees what stands in the nearest page, which another row may be writing then.
+    Outputs ``vector`` and ``weight``, and the second launch: as `attention_specs` has them.
+
+    Args:
+        positions, norm, eps, clip: as `kv_append_spec` takes them. A norm of the projection is computed by every
+            program of a row again.
+        scale, window, sink, schedule, capability, pdl: as `attention_specs` takes them.
+
+    Raises:
+        InvalidArgument: rows, sizes or dtype out of range.
+    """
+    from .append_triton import append_attend
+
+    if schedule is None:
+        schedule = schedule_for(rows, dim, dtype, capability=capability)
+        if heads + 2 * kv_heads > 16 * kv_heads:
+            # 32 heads of a program where attention alone has 16: by 8 warps, sums stay in registers.
+            schedule = dataclasses.replace(schedule, num_warps=8)
+    sizes = _sizes(
+        "decode_attention_specs", rows, heads, kv_heads, dim, dtype=dtype, sequences=sequences, pages=pages,
+        page_size=page_size, max_pages=max_pages, rows_of_sequence=1, scale=scale, window=window,
+        schedule=schedule, capability=capability, pdl=pdl, beside=2,
+    )  # fmt: skip
+    append = kv_append_spec(
+        rows, heads, kv_heads, dim, dtype=dtype, sequences=sequences, pages=pages, page_size=page_size,
+        max_pages=max_pages, positions=positions, norm=norm, eps=eps, clip=clip,
+    )  # fmt: skip
+    of_append = dict(append.constexprs)
+    first = KernelSpec(
+        name="append_attend",
+        function=append_attend,
+        arguments=(*append.inputs, *sizes.outputs),
+        constexprs=(
+            *((name, value) for name, value in sizes.constants if name != "GROUP_ROWS"),
+            *((name, of_append[name]) for name in ("POSITIONS", "NORM", "NORM_CHUNK", "EPS", "CLIP")),
+        ),
+        reference=functools.partial(reference.append_attend, norm=norm, eps=eps, clip=clip, **sizes.of_reference),
+        **sizes.launch,
+    )
+    return first, _combine_spec(sizes, dtype, sink, pdl)
+
+
+class _Sizes(NamedTuple):
+    """What the launches of attention have in common.
+
+    Attributes:
+        slots: places for the results of pieces.
+        shape: constants of both launches.
+        constants: all constants of the first one.
+        outputs: its last arguments.
+        launch: how it is launched.
+        of_reference: what its reference takes besides arrays.
+        cut: how keys are cut.
+    """
+
+    rows: int
+    heads: int
+    kv_heads: int
+    dim: int
+    longest: int
+    slots: int
+    shape: tuple[tuple[str, Any], ...]
+    constants: tuple[tuple[str, Any], ...]
+    outputs: tuple[Argument, ...]
+    launch: dict[str, Any]
+    of_reference: dict[str, Any]
+    cut: dict[str, Any]
+    combine_warps: int
+
+
+def _sizes(
+    where: str, rows: int, heads: int, kv_heads: int, dim: int, *, dtype: str, sequences: int, pages: int,
+    page_size: int, max_pages: int, rows_of_sequence: int, scale: float | None, window: int | None,
+    schedule: Schedule | None, capability: int, pdl: bool, beside: int = 0,
+) -> _Sizes:  # fmt: skip
+    """What attention takes is checked here.
+
+    Args:
+        beside: heads of a program besides its queries.
+    """
     if not 1 <= rows <= MAX_ROWS:
         raise InvalidArgument("rows", where=where, got=rows, wanted=f"1 to {MAX_ROWS}")
     if rows % rows_of_sequence:
         raise InvalidArgument("rows_of_sequence", where=where, got=rows_of_sequence, wanted=f"a divisor of rows={rows}")
     check_float(where, dtype)
-    if heads % kv_heads or heads // kv_heads > MAX_BLOCK_M:
-        wanted = f"heads a multiple of kv_heads, up to {MAX_BLOCK_M} times"
+    if heads % kv_heads or heads // kv_heads > MAX_BLOCK_M - beside:
+        wanted = f"heads a multiple of kv_heads, up to {MAX_BLOCK_M - beside} times"
         raise InvalidArgument("heads", where=where, got=f"{heads} and {kv_heads}", wanted=wanted)
     if not 1 <= dim <= max_dim(dtype):
         raise InvalidArgument("dim", where=where, got=f"{dim} in {dtype}", wanted=f"1 to {max_dim(dtype)}")
@@ -68,20 +205,17 @@ def attention_specs(
         raise InvalidArgument("page_size", where=where, got=page_size, wanted="a power of two")
     if window is not None and window < 1:
         raise InvalidArgument("window", where=where, got=window, wanted="at least 1, or None")
-    from .triton import attend, combine
-
     schedule, tile = schedule or schedule_for(rows, dim, dtype, capability=capability), tile_keys(dtype)
     run, split = schedule.run, schedule.run * schedule.runs
     share = heads // kv_heads
     together = group_rows(rows_of_sequence, share)
     groups = rows // together
-    block_m = max(16, power_of_two(together * share))
+    block_m = max(16, power_of_two(together * share + beside))
     longest = max_pages * page_size
     splits, runs = (groups * -(-longest // (tile * tiles)) for tiles in (split, run))
     # Runs are taken when splits are fewer than `fill`; one more for the ends of each group.
     slots = max(splits, min(runs, schedule.runs * (schedule.fill + groups))) * together
     scale = float(dim**-0.5 if scale is None else scale)
-    of_pages = (pages, kv_heads, page_size, dim)
     cut = {"window": window, "group_rows": together, "tile": tile, "run": run, "split": split, "fill": schedule.fill}
     shape = (
         ("ROWS", rows),
@@ -98,32 +232,33 @@ def attention_specs(
         ("RUNS", schedule.runs),
         ("FILL", schedule.fill),
     )
-    first = KernelSpec(
-        name="attend",
-        function=attend,
-        arguments=(
-            Argument("q_ptr", dtype, (rows, heads * dim), "in"),
-            Argument("k_pages_ptr", dtype, of_pages, "in"),
-            Argument("v_pages_ptr", dtype, of_pages, "in"),
-            Argument("table_ptr", "int32", (sequences, max_pages), "in"),
-            Argument("position_ptr", "int32", (rows,), "in"),
-            Argument("sequence_ptr", "int32", (rows,), "in"),
-            Argument("vector_ptr", "float32", (slots, heads, dim), "out"),
-            Argument("weight_ptr", "float32", (slots, heads, 2), "out"),
-        ),
-        constexprs=(
+    return _Sizes(
+        rows=rows, heads=heads, kv_heads=kv_heads, dim=dim, longest=longest, slots=slots,
+        shape=shape,
+        constants=(
             *shape, ("SEQUENCES", sequences), ("PAGES", pages), ("PAGE", page_size),
             ("PIECE_PAGES", max(1, split * tile // page_size)), ("SCALE", scale), ("BLOCK_M", block_m),
             ("PROGRAMS", schedule.programs), ("PDL", pdl),
         ),
-        grid=(schedule.programs, 1, 1),
-        num_warps=schedule.num_warps,
-        num_stages=schedule.num_stages,
-        enable_fp_fusion=False,
-        pdl=pdl,
-        reference=functools.partial(reference.attend, scale=scale, slots=slots, **cut),
+        outputs=(
+            Argument("vector_ptr", "float32", (slots, heads, dim), "out"),
+            Argument("weight_ptr", "float32", (slots, heads, 2), "out"),
+        ),
+        launch={
+            "grid": (schedule.programs, 1, 1), "num_warps": schedule.num_warps, "num_stages": schedule.num_stages,
+            "enable_fp_fusion": False, "pdl": pdl,
+        },
+        of_reference={"scale": scale, "slots": slots, **cut},
+        cut=cut,
+        combine_warps=schedule.combine_warps,
     )  # fmt: skip
-    second = KernelSpec(
+
+
+def _combine_spec(sizes: _Sizes, dtype: str, sink: bool, pdl: bool) -> KernelSpec:
+    from .triton import combine
+
+    rows, heads, dim, slots = sizes.rows, sizes.heads, sizes.dim, sizes.slots
+    return KernelSpec(
         name="attention_combine",
         function=combine,
         arguments=(
@@ -133,14 +268,14 @@ def attention_specs(
             Argument("sink_ptr", dtype, (heads,) if sink else (1,), "in"),
             Argument("out_ptr", dtype, (rows, heads * dim), "out"),
         ),
-        constexprs=(*shape, ("CHUNK", CHUNK), ("SINK", sink), ("PDL", pdl)),
+        constexprs=(*sizes.shape, ("CHUNK", CHUNK), ("SINK", sink), ("PDL", pdl)),
         grid=(rows, heads, 1),
-        num_warps=schedule.combine_warps,
+        num_warps=sizes.combine_warps,
         num_stages=1,
         enable_fp_fusion=False,
         pdl=pdl,
         reference=functools.partial(
-            reference.combine, kv_heads=kv_heads, longest=longest, has_sink=sink, out_dtype=dtype, **cut
+            reference.combine, kv_heads=sizes.kv_heads, longest=sizes.longest, has_sink=sink, out_dtype=dtype,
+            **sizes.cut,
         ),
-    )
-    return first, second
+    )  # fmt: skip

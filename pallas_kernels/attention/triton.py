@@ -23,7 +23,7 @@ def _positions(position_ptr, row, mask, LONGEST: tl.constexpr):
 
 
 @triton.jit
-def _items(
+def work_of(
     position_ptr, ROWS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUPS: tl.constexpr, KV_HEADS: tl.constexpr,
     LONGEST: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr,
     FILL: tl.constexpr,
@@ -66,6 +66,114 @@ def _merge(top, total, out, tile_top, tile_total, tile_out, there):
 
 
 @triton.jit
+def item_of(
+    item, last, lows, first, end, sequences, tiles,
+    GROUPS: tl.constexpr, KV_HEADS: tl.constexpr, SEQUENCES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What an item of the list is.
+
+    Returns:
+        its slot, key head, group and sequence; its first tile and the one after its last; first and last key that the
+        group sees.
+    """
+    slot = item // KV_HEADS
+    kv_head = item % KV_HEADS
+    group = tl.arange(0, GROUPS)
+    # The group that a slot belongs to, and the slot's number in absolute positions.
+    mine = tl.sum((end <= slot).to(tl.int32), 0)
+    here = group == mine
+    before = tl.max(tl.where(group < mine, end, 0), 0)
+    tile = (slot - before + tl.sum(tl.where(here, first, 0), 0)) * tiles
+    final = tl.sum(tl.where(here, last, 0), 0)
+    start = tl.sum(tl.where(here, lows, 0), 0)
+    sequence = tl.minimum(tl.sum(tl.where(here, sequences, 0), 0), SEQUENCES - 1)
+    return slot, kv_head, mine, sequence, tile, tl.minimum(tile + tiles, final // TILE + 1), start, final
+
+
+@triton.jit
+def pages_of(pages_at, tile, final, TILE: tl.constexpr, PAGE: tl.constexpr, PIECE_PAGES: tl.constexpr):
+    """Numbers of a piece's pages in the table's row, and those pages: read at once, before the piece's keys. Only for
+    tiles that lie within a page.
+    """
+    index = tl.arange(0, PIECE_PAGES)
+    pages = index
+    if PAGE % TILE == 0:
+        index = tile * TILE // PAGE + index
+        pages = tl.load(pages_at + index, mask=index <= final // PAGE, other=0)
+    return index, pages
+
+
+@triton.jit
+def over_keys(
+    q, position, k_pages_ptr, v_pages_ptr, pages_at, index, pages, kv_head, tile, stop, start, final,
+    DIM: tl.constexpr, DIM_POW2: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    RUN: tl.constexpr, PAGES: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Query heads ``[BLOCK_M, DIM_POW2]`` over the keys of tiles ``tile`` to ``stop``.
+
+    Returns:
+        largest score, sum of powers and sum of values of each query head, as the second launch takes them.
+    """
+    # A tile within one page has one address.
+    ONE_PAGE: tl.constexpr = PAGE % TILE == 0
+    dim = tl.arange(0, DIM_POW2)
+    lane = tl.arange(0, TILE)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
+    run_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    run_total = tl.zeros([BLOCK_M], tl.float32)
+    run_out = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
+    for t in range(tile, stop):
+        key = t * TILE + lane
+        exists = key <= final
+        if WINDOW > 0:
+            exists = exists & (key >= start)
+        if ONE_PAGE:
+            page = tl.sum(tl.where(index == t * TILE // PAGE, pages, 0), 0)
+            page = tl.minimum(tl.maximum(page, 0), PAGES - 1)
+            at = (page.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * DIM) + (t * TILE % PAGE + lane) * DIM
+        else:
+            page = tl.load(pages_at + key // PAGE, mask=exists, other=0)
+            page = tl.minimum(tl.maximum(page, 0), PAGES - 1)
+            at = (page.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * DIM) + (key % PAGE) * DIM
+        # Places that no row of the group sees hold anything: by select, so that a NaN there meets no 0.
+        mask = exists[:, None] if DIM == DIM_POW2 else exists[:, None] & (dim < DIM)[None, :]
+        k = tl.load(k_pages_ptr + at[:, None] + dim[None, :], mask=mask, other=0.0)
+        v = tl.load(v_pages_ptr + at[:, None] + dim[None, :], mask=mask, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * (SCALE * LOG2_E)
+        seen = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        score = tl.where(seen, score, float("-inf"))
+        tile_top = tl.max(score, 1)
+        base = tl.where(tile_top == float("-inf"), 0.0, tile_top)
+        p = tl.exp2(score - base[:, None]).to(q.dtype)
+        # The sum of p as a product: in the matrix unit's order, which no layout changes.
+        tile_total = tl.max(tl.dot(p, tl.full([TILE, 16], 1.0, q.dtype), input_precision="ieee"), 1)
+        tile_out = tl.dot(p, v, input_precision="ieee")
+        there = t * TILE <= position
+        if WINDOW > 0:
+            there = there & ((t + 1) * TILE > position - (WINDOW - 1))
+        run_top, run_total, run_out = _merge(run_top, run_total, run_out, tile_top, tile_total, tile_out, there)
+        if ((t + 1) % RUN == 0) | (t + 1 == stop):
+            top, total, out = _merge(top, total, out, run_top, run_total, run_out, tl.arange(0, BLOCK_M) >= 0)
+            run_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            run_total = tl.zeros([BLOCK_M], tl.float32)
+            run_out = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
+    return top, total, out
+
+
+@triton.jit
+def leave(vector_ptr, weight_ptr, place, live, top, total, out, DIM: tl.constexpr, DIM_POW2: tl.constexpr):
+    """Results of a piece, for the second launch."""
+    dim = tl.arange(0, DIM_POW2)
+    tl.store(vector_ptr + place[:, None] * DIM + dim[None, :], out, mask=live[:, None] & (dim < DIM)[None, :])
+    tl.store(weight_ptr + place * 2, top, mask=live)
+    tl.store(weight_ptr + place * 2 + 1, total, mask=live)
+
+
+@triton.jit
 def attend(
     q_ptr,
     k_pages_ptr,
@@ -101,7 +209,7 @@ def attend(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    last, lows, first, end, tiles = _items(
+    last, lows, first, end, tiles = work_of(
         position_ptr, ROWS, GROUP_ROWS, GROUPS, KV_HEADS, LONGEST, WINDOW, TILE, RUN, RUNS, FILL
     )
     group = tl.arange(0, GROUPS)
@@ -111,30 +219,14 @@ def attend(
         sequences = tl.maximum(sequences, tl.load(sequence_ptr + of_group, mask=of_group < ROWS, other=0))
     items = tl.max(end, 0) * KV_HEADS
     SHARE: tl.constexpr = HEADS // KV_HEADS
-    # A tile within one page has one address; pages of a piece are read at once, before its keys.
-    ONE_PAGE: tl.constexpr = PAGE % TILE == 0
-    MAX_PAGES: tl.constexpr = LONGEST // PAGE
     m = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, DIM_POW2)
-    lane = tl.arange(0, TILE)
-    index = tl.arange(0, PIECE_PAGES)
-    pages = index
     for item in range(tl.program_id(0), items, PROGRAMS):
-        slot = item // KV_HEADS
-        kv_head = item % KV_HEADS
-        # The group that a slot belongs to, and the slot's number in absolute positions.
-        mine = tl.sum((end <= slot).to(tl.int32), 0)
-        here = group == mine
-        before = tl.max(tl.where(group < mine, end, 0), 0)
-        tile = (slot - before + tl.sum(tl.where(here, first, 0), 0)) * tiles
-        final = tl.sum(tl.where(here, last, 0), 0)
-        start = tl.sum(tl.where(here, lows, 0), 0)
-        sequence = tl.minimum(tl.sum(tl.where(here, sequences, 0), 0), SEQUENCES - 1)
-        stop = tl.minimum(tile + tiles, final // TILE + 1)
-        pages_at = table_ptr + sequence * MAX_PAGES
-        if ONE_PAGE:
-            index = tile * TILE // PAGE + tl.arange(0, PIECE_PAGES)
-            pages = tl.load(pages_at + index, mask=index <= final // PAGE, other=0)
+        slot, kv_head, mine, sequence, tile, stop, start, final = item_of(
+            item, last, lows, first, end, sequences, tiles, GROUPS, KV_HEADS, SEQUENCES, TILE
+        )
+        pages_at = table_ptr + sequence * (LONGEST // PAGE)
+        index, pages = pages_of(pages_at, tile, final, TILE, PAGE, PIECE_PAGES)
         row = mine * GROUP_ROWS + m // SHARE
         head = kv_head * SHARE + m % SHARE
         if GROUP_ROWS == 1:
@@ -144,53 +236,12 @@ def attend(
         live = position >= 0
         q_at = (row * HEADS + head)[:, None] * DIM + dim[None, :]
         q = tl.load(q_ptr + q_at, mask=live[:, None] & (dim < DIM)[None, :], other=0.0)
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        out = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
-        run_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        run_total = tl.zeros([BLOCK_M], tl.float32)
-        run_out = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
-        for t in range(tile, stop):
-            key = t * TILE + lane
-            exists = key <= final
-            if WINDOW > 0:
-                exists = exists & (key >= start)
-            if ONE_PAGE:
-                page = tl.sum(tl.where(index == t * TILE // PAGE, pages, 0), 0)
-                page = tl.minimum(tl.maximum(page, 0), PAGES - 1)
-                at = (page.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * DIM) + (t * TILE % PAGE + lane) * DIM
-            else:
-                page = tl.load(pages_at + key // PAGE, mask=exists, other=0)
-                page = tl.minimum(tl.maximum(page, 0), PAGES - 1)
-                at = (page.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * DIM) + (key % PAGE) * DIM
-            # Places that no row of the group sees hold anything: by select, so that a NaN there meets no 0.
-            mask = exists[:, None] if DIM == DIM_POW2 else exists[:, None] & (dim < DIM)[None, :]
-            k = tl.load(k_pages_ptr + at[:, None] + dim[None, :], mask=mask, other=0.0)
-            v = tl.load(v_pages_ptr + at[:, None] + dim[None, :], mask=mask, other=0.0)
-            score = tl.dot(q, tl.trans(k), input_precision="ieee") * (SCALE * LOG2_E)
-            seen = key[None, :] <= position[:, None]
-            if WINDOW > 0:
-                seen = seen & (key[None, :] > position[:, None] - WINDOW)
-            score = tl.where(seen, score, float("-inf"))
-            tile_top = tl.max(score, 1)
-            base = tl.where(tile_top == float("-inf"), 0.0, tile_top)
-            p = tl.exp2(score - base[:, None]).to(q.dtype)
-            # The sum of p as a product: in the matrix unit's order, which no layout changes.
-            tile_total = tl.max(tl.dot(p, tl.full([TILE, 16], 1.0, q.dtype), input_precision="ieee"), 1)
-            tile_out = tl.dot(p, v, input_precision="ieee")
-            there = t * TILE <= position
-            if WINDOW > 0:
-                there = there & ((t + 1) * TILE > position - (WINDOW - 1))
-            run_top, run_total, run_out = _merge(run_top, run_total, run_out, tile_top, tile_total, tile_out, there)
-            if ((t + 1) % RUN == 0) | (t + 1 == stop):
-                top, total, out = _merge(top, total, out, run_top, run_total, run_out, m >= 0)
-                run_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                run_total = tl.zeros([BLOCK_M], tl.float32)
-                run_out = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
+        top, total, out = over_keys(
+            q, position, k_pages_ptr, v_pages_ptr, pages_at, index, pages, kv_head, tile, stop, start, final,
+            DIM, DIM_POW2, KV_HEADS, WINDOW, TILE, RUN, PAGES, PAGE, SCALE, BLOCK_M,
+        )  # fmt: skip
         place = (slot * GROUP_ROWS + m // SHARE).to(tl.int64) * HEADS + head
-        tl.store(vector_ptr + place[:, None] * DIM + dim[None, :], out, mask=live[:, None] & (dim < DIM)[None, :])
-        tl.store(weight_ptr + place * 2, top, mask=live)
-        tl.store(weight_ptr + place * 2 + 1, total, mask=live)
+        leave(vector_ptr, weight_ptr, place, live, top, total, out, DIM, DIM_POW2)
 
 
 @triton.jit
@@ -237,7 +288,7 @@ def combine(
         gdc_wait()
     row = tl.program_id(0)
     head = tl.program_id(1)
-    _, _, first, end, tiles = _items(
+    _, _, first, end, tiles = work_of(
         position_ptr, ROWS, GROUP_ROWS, GROUPS, KV_HEADS, LONGEST, WINDOW, TILE, RUN, RUNS, FILL
     )
     group = tl.arange(0, GROUPS)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from ..device import shared_memory
 
 MAX_ROWS = 64
+# Pairs of the kernel for one row, a warp for each.
+PAIRS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +24,8 @@ class Tile:
         programs: programs that share the tiles of two rows or more; as many as the device holds at once.
         backoff: nanoseconds between two looks at an arrival count.
         spread: 32-bit words between the arrival counts of two blocks; 32 gives each a cache line.
+        held: for one row, steps of the down product whose weights a program asks for before it waits for gate-up; the
+            last ``late`` of them need not have come when the wait begins. 0: the kernel of any number of rows.
     """
 
     block_m: int
@@ -31,6 +37,8 @@ class Tile:
     programs: int
     backoff: int
     spread: int
+    held: int = 0
+    late: int = 0
 
 
 def down_split(inner: int) -> int:
@@ -38,8 +46,14 @@ def down_split(inner: int) -> int:
     return max(1, min(8, inner // 3584))
 
 
-def tile_for(tokens: int, top_k: int, experts: int, hidden: int, inner: int, dtype: str) -> Tile:
-    """The tile for a launch of at most `MAX_ROWS` rows."""
+def tile_for(
+    tokens: int, top_k: int, experts: int, hidden: int, inner: int, dtype: str, *, capability: int = 90
+) -> Tile:
+    """The tile for a launch of at most `MAX_ROWS` rows.
+
+    Args:
+        capability: of the device; says what fits its shared memory.
+    """
     if dtype == "float32":
         return Tile(
             block_m=32, block_k=32, num_warps=4, block_n=16, num_stages=3, lag=8, programs=264, backoff=100, spread=32,
@@ -48,7 +62,12 @@ def tile_for(tokens: int, top_k: int, experts: int, hidden: int, inner: int, dty
     block_n = 8 if 1 < tokens <= 8 else 16 if mean <= 8 else 32
     # Long reductions want loads in flight, short ones programs that cover for each other's ends.
     stages, programs = (4, 396 if tokens <= 8 else 264) if inner > 2048 or tokens <= 8 else (3, 528)
-    return Tile(
+    tile = Tile(
         block_m=64, block_k=128, num_warps=4, block_n=block_n, num_stages=stages, lag=8 if tokens == 1 else 24,
         programs=programs, backoff=100, spread=32,
     )  # fmt: skip
+    # The kernel for one row has a program for 16 outputs, which fills a multiprocessor: they should be about as many.
+    fills = PAIRS // 2 < top_k <= PAIRS and 96 <= -(-hidden // 16) <= 132 and shared_memory(capability) > 163
+    if tokens == 1 and fills and inner <= 1536:
+        return replace(tile, num_stages=6, held=6, late=2)
+    return tile

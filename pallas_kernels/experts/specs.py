@@ -8,8 +8,12 @@ from ..errors import InvalidArgument
 from ..grouped_moe.activation import Activation
 from ..plan.specs import block_count, power_of_two
 from ..spec import Argument, KernelSpec, check_float
-from .heuristics import MAX_ROWS, Tile, down_split, tile_for
+from .heuristics import MAX_ROWS, PAIRS, Tile, down_split, tile_for
 from .reference import expert_ffn as reference
+
+# The kernel for one row: outputs of a program, and reduced elements a step of its gate-up tiles.
+ROW_OUTPUTS = 16
+ROW_GATE_K = 64
 
 
 def expert_ffn_spec(
@@ -26,6 +30,7 @@ def expert_ffn_spec(
     down_bias: bool = False,
     residual: bool = False,
     tile: Tile | None = None,
+    capability: int = 90,
     pdl: bool = False,
 ) -> KernelSpec:
     """One launch of gate-up, activation, down and the weighted sum in rank order, for 1 to 64 rows.
@@ -43,7 +48,7 @@ def expert_ffn_spec(
     Args:
         dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``, of activations and weights; sums are f32.
         slots: rows S of the weight stacks when experts live in slots; None: expert e is row e.
-        tile: by default `tile_for`.
+        tile: by default `tile_for` the capability, 90 for 9.0.
         pdl: launch while the kernel before still runs (sm_90).
 
     Raises:
@@ -53,15 +58,17 @@ def expert_ffn_spec(
     if not 1 <= tokens <= MAX_ROWS:
         raise InvalidArgument("rows", where=where, got=tokens, wanted=f"1 to {MAX_ROWS}")
     check_float(where, dtype)
-    tile = tile or tile_for(tokens, top_k, experts, hidden, inner, dtype)
+    tile = tile or tile_for(tokens, top_k, experts, hidden, inner, dtype, capability=capability)
     if tile.lag < 1:
         raise InvalidArgument("tile.lag", where=where, got=tile.lag, wanted="at least 1")
     if tile.backoff < 0 or tile.spread < 1:
         got = f"backoff={tile.backoff}, spread={tile.spread}"
         raise InvalidArgument("tile", where=where, got=got, wanted="backoff of at least 0, spread of at least 1")
+    if tile.held:
+        sizes = (tokens, top_k, experts, hidden, inner)
+        return _row_spec(sizes, dtype, activation, slots, gate_up_bias, down_bias, residual, tile, pdl)
     from .triton import expert_ffn as kernel
 
-    stack = experts if slots is None else slots
     rows = activation.rows(inner)
     split = down_split(inner)
     gate_tiles, columns = -(-rows // tile.block_m), -(-hidden // tile.block_m)
@@ -69,20 +76,12 @@ def expert_ffn_spec(
     pairs = tokens * top_k
     tiles = blocks * (gate_tiles + columns * split)
     programs = tiles if tokens == 1 else max(columns, min(tiles, tile.programs))
-    none = (1,)
+    inputs = _inputs(
+        (tokens, top_k, experts, hidden, inner), dtype, rows, slots, gate_up_bias, down_bias, residual,
+        ((1,), (1,)) if tokens == 1 else ((blocks,), (blocks, tile.block_n)),
+    )  # fmt: skip
     arguments = (
-        Argument("x_ptr", dtype, (tokens, hidden), "in"),
-        Argument("ids_ptr", "int32", (tokens, top_k), "in"),
-        Argument("scale_ptr", "float32", (tokens, top_k), "in"),
-        Argument("weight_row_ptr", "int32", (experts,) if slots is not None and tokens == 1 else none, "in"),
-        Argument("used_ptr", "int32", (1,), "in"),
-        Argument("block_row_ptr", "int32", none if tokens == 1 else (blocks,), "in"),
-        Argument("block_pair_ptr", "int32", none if tokens == 1 else (blocks, tile.block_n), "in"),
-        Argument("gate_up_ptr", dtype, (stack, rows, hidden), "in"),
-        Argument("gate_up_bias_ptr", dtype, (stack, rows) if gate_up_bias else none, "in"),
-        Argument("down_ptr", dtype, (stack, hidden, inner), "in"),
-        Argument("down_bias_ptr", dtype, (stack, hidden) if down_bias else none, "in"),
-        Argument("residual_ptr", dtype, (tokens, hidden) if residual else none, "in"),
+        *inputs,
         Argument("state_ptr", "int32", (1 + blocks * tile.spread + tokens * columns,), "state"),
         Argument("inner_ptr", dtype, (pairs, inner), "scratch"),
         Argument("pair_ptr", "float32", (pairs * split, hidden), "scratch"),
@@ -102,12 +101,7 @@ def expert_ffn_spec(
             ("INNER", inner),
             ("BLOCKS", blocks),
             ("INDIRECT", slots is not None),
-            ("ACTIVATION", activation.name),
-            ("GATED", activation.gated),
-            ("HALVES", activation.layout == "halves"),
-            ("LIMIT", float(activation.limit or 0.0)),
-            ("LIMIT_AFTER", bool(activation.limit_after)),
-            ("ALPHA", float(activation.alpha or 0.0)),
+            *_activation_constexprs(activation),
             ("GATE_UP_BIAS", gate_up_bias),
             ("DOWN_BIAS", down_bias),
             ("RESIDUAL", residual),
@@ -123,6 +117,119 @@ def expert_ffn_spec(
         ),
         grid=(programs, 1, 1),
         num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=False,
+        pdl=pdl,
+        reference=functools.partial(reference, activation=activation, experts=experts),
+    )
+
+
+def _inputs(
+    sizes: tuple[int, int, int, int, int],
+    dtype: str,
+    rows: int,
+    slots: int | None,
+    gate_up_bias: bool,
+    down_bias: bool,
+    residual: bool,
+    blocks: tuple[tuple[int, ...], tuple[int, ...]],
+) -> tuple[Argument, ...]:
+    """What every kernel of `expert_ffn_spec` takes; ``rows`` of a gate-up matrix, shapes of the arrays of blocks."""
+    tokens, top_k, experts, hidden, inner = sizes
+    stack, none = experts if slots is None else slots, (1,)
+    return (
+        Argument("x_ptr", dtype, (tokens, hidden), "in"),
+        Argument("ids_ptr", "int32", (tokens, top_k), "in"),
+        Argument("scale_ptr", "float32", (tokens, top_k), "in"),
+        Argument("weight_row_ptr", "int32", (experts,) if slots is not None and tokens == 1 else none, "in"),
+        Argument("used_ptr", "int32", none, "in"),
+        Argument("block_row_ptr", "int32", blocks[0], "in"),
+        Argument("block_pair_ptr", "int32", blocks[1], "in"),
+        Argument("gate_up_ptr", dtype, (stack, rows, hidden), "in"),
+        Argument("gate_up_bias_ptr", dtype, (stack, rows) if gate_up_bias else none, "in"),
+        Argument("down_ptr", dtype, (stack, hidden, inner), "in"),
+        Argument("down_bias_ptr", dtype, (stack, hidden) if down_bias else none, "in"),
+        Argument("residual_ptr", dtype, (tokens, hidden) if residual else none, "in"),
+    )
+
+
+def _activation_constexprs(activation: Activation) -> tuple[tuple[str, str | bool | float], ...]:
+    return (
+        ("ACTIVATION", activation.name),
+        ("GATED", activation.gated),
+        ("HALVES", activation.layout == "halves"),
+        ("LIMIT", float(activation.limit or 0.0)),
+        ("LIMIT_AFTER", bool(activation.limit_after)),
+        ("ALPHA", float(activation.alpha or 0.0)),
+    )
+
+
+def _row_spec(
+    sizes: tuple[int, int, int, int, int],
+    dtype: str,
+    activation: Activation,
+    slots: int | None,
+    gate_up_bias: bool,
+    down_bias: bool,
+    residual: bool,
+    tile: Tile,
+    pdl: bool,
+) -> KernelSpec:
+    """`expert_ffn_spec` of one row, by the kernel that holds down weights while it waits."""
+    tokens, top_k, experts, hidden, inner = sizes
+
+    def check(found: bool, got: object, wanted: str) -> None:
+        if not found:
+            raise InvalidArgument("tile.held", where="expert_ffn_spec", got=got, wanted=wanted)
+
+    check(tokens == 1, f"{tokens} rows", "0, or one row")
+    check(top_k <= PAIRS, f"{top_k} experts a row", f"0, or at most {PAIRS} experts a row")
+    check(dtype != "float32" and down_split(inner) == 1, f"{dtype}, I={inner}", "0, or 16 bits and one part of I")
+    got = f"{tile.block_m} rows by {tile.num_warps} warps"
+    check(16 * tile.num_warps == tile.block_m, got, "0, or 4 warps for 64 rows")
+    check(0 <= tile.late <= tile.held, f"held={tile.held}, late={tile.late}", "late of at most held")
+    from .row_triton import expert_ffn_row as kernel
+
+    programs, steps, rows = -(-hidden // ROW_OUTPUTS), -(-inner // tile.block_k), activation.rows(inner)
+    # The fewest lines with which a program has one gate-up tile at most: a multiprocessor reads no faster than its
+    # share of the device's rate, so all have to read the same.
+    lines = next((n for n in range(16, 16 * PAIRS, 16) if top_k * -(-rows // n) <= programs), 16 * PAIRS)
+    inputs = _inputs(
+        sizes, dtype, rows, slots, gate_up_bias, down_bias, residual, ((1,), (1,))
+    )  # fmt: skip
+    return KernelSpec(
+        name="expert_ffn_row",
+        function=kernel,
+        arguments=(
+            *inputs,
+            Argument("state_ptr", "int32", (2 * tile.spread,), "state"),
+            Argument("inner_ptr", dtype, (top_k, inner), "scratch"),
+            Argument("out_ptr", dtype, (1, hidden), "out"),
+        ),
+        constexprs=(
+            ("TOP_K", top_k),
+            ("EXPERTS", experts),
+            ("HIDDEN", hidden),
+            ("INNER", inner),
+            ("INDIRECT", slots is not None),
+            *_activation_constexprs(activation),
+            ("GATE_UP_BIAS", gate_up_bias),
+            ("DOWN_BIAS", down_bias),
+            ("RESIDUAL", residual),
+            ("GATE_LINES", lines),
+            ("GATE_M", 16 * PAIRS),
+            ("GATE_K", ROW_GATE_K),
+            ("BLOCK_M", ROW_OUTPUTS),
+            ("BLOCK_K", tile.block_k),
+            ("HELD", min(tile.held, steps)),
+            ("LATE", min(tile.late, steps)),
+            ("PROGRAMS", programs),
+            ("BACKOFF", tile.backoff),
+            ("SPREAD", tile.spread),
+            ("PDL", pdl),
+        ),
+        grid=(programs, 1, 1),
+        num_warps=PAIRS,
         num_stages=tile.num_stages,
         enable_fp_fusion=False,
         pdl=pdl,

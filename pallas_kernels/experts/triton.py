@@ -89,7 +89,73 @@ def _tile(
 
 
 @triton.jit
-def _sleep(NANOSECONDS: tl.constexpr):
+def gate_up_tile(
+    x_ptr,
+    gate_up_ptr,
+    gate_up_bias_ptr,
+    inner_ptr,
+    stack_row,
+    tile,
+    token,
+    pair,
+    live,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    HALVES: tl.constexpr,
+    LIMIT: tl.constexpr,
+    LIMIT_AFTER: tl.constexpr,
+    ALPHA: tl.constexpr,
+    GATE_UP_BIAS: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """LINES gate and up rows of the expert at ``stack_row`` (int64) on some pairs: activated, into ``inner``.
+
+    The matrix unit takes BLOCK_M of them; what is over is not read.
+    """
+    ROWS: tl.constexpr = 2 * INNER if GATED else INNER
+    lane = tl.arange(0, BLOCK_M)
+    if GATED:
+        # Gate rows and up rows by eights: a matrix unit's thread then holds both of a pair.
+        local = (lane // 16) * 8 + lane % 8
+        unit = tile * (LINES // 2) + local
+        is_up = (lane // 8) % 2
+        at = is_up * INNER + unit if HALVES else 2 * unit + is_up
+        inside = (unit < INNER) & (local < LINES // 2)
+    else:
+        at = tile * LINES + lane
+        inside = (at < INNER) & (lane < LINES)
+    total = _tile(
+        gate_up_ptr + stack_row * (ROWS * HIDDEN), at, inside, x_ptr, token, live, 0, HIDDEN, HIDDEN,
+        BLOCK_M, BLOCK_N, BLOCK_K, LINES == BLOCK_M and ROWS % BLOCK_M == 0,
+    )  # fmt: skip
+    if GATE_UP_BIAS:
+        bias = tl.load(gate_up_bias_ptr + stack_row * ROWS + at, mask=inside, other=0.0)
+        total += bias.to(tl.float32)[:, None]
+    if GATED:
+        gate, up = total.reshape(BLOCK_M // 16, 2, 8, BLOCK_N).permute(0, 2, 3, 1).split()
+        value = _activate(gate, up, ACTIVATION, LIMIT, LIMIT_AFTER, ALPHA).reshape(BLOCK_M // 2, BLOCK_N)
+        local = tl.arange(0, BLOCK_M // 2)
+        unit = tile * (LINES // 2) + local
+        written = (unit < INNER) & (local < LINES // 2)
+    else:
+        value = tl.maximum(total, 0.0)
+        value = value * value
+        unit = at
+        written = inside
+    tl.store(
+        inner_ptr + pair[None, :] * INNER + unit[:, None],
+        value.to(inner_ptr.dtype.element_ty),
+        mask=live[None, :] & written[:, None],
+    )
+
+
+@triton.jit
+def pause(NANOSECONDS: tl.constexpr):
     """Wait about that long. Who polls without a pause slows the loads of those it waits for."""
     tl.inline_asm_elementwise(
         "nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [NANOSECONDS], dtype=tl.int32, is_pure=False, pack=1
@@ -199,36 +265,11 @@ def expert_ffn(
         if row >= 0:
             stack_row = row.to(tl.int64)
             if is_gate:
-                weights = gate_up_ptr + stack_row * (ROWS * HIDDEN)
-                if GATED:
-                    # Gate rows and up rows by eights: a matrix unit's thread then holds both of a pair.
-                    unit = tile * (BLOCK_M // 2) + (lane // 16) * 8 + lane % 8
-                    is_up = (lane // 8) % 2
-                    at = is_up * INNER + unit if HALVES else 2 * unit + is_up
-                    inside = unit < INNER
-                else:
-                    at = tile * BLOCK_M + lane
-                    inside = at < INNER
-                total = _tile(
-                    weights, at, inside, x_ptr, token, live, 0, HIDDEN, HIDDEN,
-                    BLOCK_M, BLOCK_N, BLOCK_K, ROWS % BLOCK_M == 0,
+                gate_up_tile(
+                    x_ptr, gate_up_ptr, gate_up_bias_ptr, inner_ptr, stack_row, tile, token, pair, live,
+                    HIDDEN, INNER, ACTIVATION, GATED, HALVES, LIMIT, LIMIT_AFTER, ALPHA, GATE_UP_BIAS,
+                    BLOCK_M, BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
-                if GATE_UP_BIAS:
-                    bias = tl.load(gate_up_bias_ptr + stack_row * ROWS + at, mask=inside, other=0.0)
-                    total += bias.to(tl.float32)[:, None]
-                if GATED:
-                    gate, up = total.reshape(BLOCK_M // 16, 2, 8, BLOCK_N).permute(0, 2, 3, 1).split()
-                    value = _activate(gate, up, ACTIVATION, LIMIT, LIMIT_AFTER, ALPHA).reshape(BLOCK_M // 2, BLOCK_N)
-                    unit = tile * (BLOCK_M // 2) + tl.arange(0, BLOCK_M // 2)
-                else:
-                    value = tl.maximum(total, 0.0)
-                    value = value * value
-                    unit = at
-                tl.store(
-                    inner_ptr + pair[None, :] * INNER + unit[:, None],
-                    value.to(inner_ptr.dtype.element_ty),
-                    mask=live[None, :] & (unit < INNER)[:, None],
-                )
                 tl.debug_barrier()
                 tl.atomic_add(block_state_ptr + block * SPREAD, 1, sem="release")
             else:
@@ -247,7 +288,7 @@ def expert_ffn(
                 arrived = tl.atomic_add(block_state_ptr + block * SPREAD, 0, sem="relaxed")
                 while (arrived & 0xFFFF) < GATE_TILES:
                     if BACKOFF > 0:
-                        _sleep(BACKOFF)
+                        pause(BACKOFF)
                     arrived = tl.atomic_add(block_state_ptr + block * SPREAD, 0, sem="relaxed")
                 # Triton makes a load of an addition of 0 and 3.6 drops one whose value is not used, and the order of
                 # memory with it: so the reads below depend on the value.

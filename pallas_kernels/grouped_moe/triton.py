@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..as_operation import copy_refusal
-from ..device import device_of, triton_refusal
+from ..device import capability_of, device_of, triton_refusal
 from ..dispatch import OutOfScope
 from ..experts.heuristics import MAX_ROWS
 from ..plan.specs import plan_spec
@@ -43,8 +43,9 @@ def detail(x: Float[Array, "T H"], routing: Routing, weights: ExpertWeights, con
     if x.shape[0] > MAX_ROWS:
         return f"tile: {chosen_tile(x, routing, weights.down.shape).source}"
     (tokens, top_k), (experts, hidden, inner) = routing.ids.shape, weights.down.shape
-    kind = device_of(x).device_kind
-    return f"tile: {tuned_tile_for(tokens, top_k, experts, hidden, inner, x.dtype.name, kind).source}"
+    sizes = (tokens, top_k, experts, hidden, inner)
+    tile = tuned_tile_for(*sizes, x.dtype.name, device_of(x).device_kind, capability=capability_of(x))
+    return f"tile: {tile.source}"
 
 
 def _ffn(
@@ -79,6 +80,7 @@ def _few_rows(
         *weights.down.shape,
         x.dtype.name,
         device_of(x).device_kind,
+        capability_of(x),
         config.activation,
         weights.gate_up_bias is not None,
         weights.down_bias is not None,
@@ -110,6 +112,7 @@ def _specs(
     inner: int,
     dtype: str,
     device_kind: str,
+    capability: int,
     activation: Activation,
     gate_up_bias: bool,
     down_bias: bool,
@@ -119,7 +122,7 @@ def _specs(
     from ..experts.specs import expert_ffn_spec  # which imports this package's activations, as tuned tiles do
     from ..tuned import tuned_tile_for
 
-    tile = tuned_tile_for(tokens, top_k, experts, hidden, inner, dtype, device_kind).tile
+    tile = tuned_tile_for(tokens, top_k, experts, hidden, inner, dtype, device_kind, capability=capability).tile
     plan = None if tokens == 1 else plan_spec(tokens, top_k, experts, tile.block_n)
     ffn = expert_ffn_spec(
         tokens,

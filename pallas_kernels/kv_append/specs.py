@@ -85,7 +85,7 @@ def kv_append_spec(
             ("HEADS", heads),
             ("KV_HEADS", kv_heads),
             ("DIM", dim),
-            ("HALF", power_of_two(dim // 2)),
+            ("DIM_POW2", power_of_two(dim)),
             ("BLOCK_HEADS", block),
             ("PAGE", page_size),
             ("PAGES", pages),

@@ -77,11 +77,12 @@ def tuned_tile_for(
     dtype: str,
     device_kind: str,
     *,
+    capability: int = 90,
     source: str | None = None,
     folder: Path = DATA,
 ) -> Chosen[Tile]:
     """`experts.tile_for` where there is no tuned data for the kind of device, as JAX names it."""
-    base = tile_for(tokens, top_k, experts, hidden, inner, dtype)
+    base = tile_for(tokens, top_k, experts, hidden, inner, dtype, capability=capability)
     shape = (hidden, inner, experts, top_k)
     return choose("expert_ffn", base, shape, tokens, dtype, device_kind, source=source, folder=folder)
 

@@ -392,7 +392,8 @@ def test_ranges_are_nvtx_where_it_is_installed(monkeypatch):
     world = World(runtime=fake_runtime(monkeypatch)[0], mode="on")
     world.warm(ROWS)
     names = ("direct", "capture", "replay")
-    assert seen == [entry for name in names for entry in (("moe_jax", f"moe_jax: {name}"), "end")]
+    ranges = [f"moe_jax: {range_}" for name in names for range_ in ("plan", name)]
+    assert seen == [entry for name in ranges for entry in (("moe_jax", name), "end")]
 
 
 def test_ranges_cost_nothing_without_nvtx(monkeypatch):

@@ -134,4 +134,4 @@ def test_launch_lists_are_content():
     assert one.decode == two.decode and one.prompt == two.prompt and one.manifest.key == two.manifest.key
     assert {launch.spec.pdl for launch in lists(pdl=True).decode[2].launches} == {True}
     assert one.decode[2] != one.prompt[2] and one.decode[2] != three.decode[2]
-    assert len(one.decode[1].launches) == 1 + 5 + 2 + 5 and len(one.decode[2].launches) == 1 + 5 + 3 + 5
+    assert len(one.decode[1].launches) == 1 + 4 + 2 + 5 and len(one.decode[2].launches) == 1 + 4 + 3 + 5

@@ -13,7 +13,7 @@ from moe_jax.engine import Engine
 from moe_jax.engine.step import Geometry, build
 from moe_jax.engine.weights import module_places
 from moe_jax.models.decoder import abstract_decoder
-from moe_jax.pallas_kernels.attention.specs import attention_specs
+from moe_jax.pallas_kernels.attention.specs import decode_attention_specs
 from moe_jax.pallas_kernels.experts.heuristics import tile_for
 from moe_jax.pallas_kernels.grouped_moe import triton as grouped
 from moe_jax.pallas_kernels.linear.specs import linear_spec
@@ -57,7 +57,7 @@ def in_jit(rows: int, device_kind: str) -> tuple[KernelSpec | None, KernelSpec]:
     config = tiny_config(MAIN)
     router, sizes = config.moe.router, (config.hidden_size, config.moe_intermediate)
     shape = (rows, router.top_k, router.experts, *sizes)
-    return grouped._specs(*shape, "float32", device_kind, config.moe.activation, False, False, True)
+    return grouped._specs(*shape, "float32", device_kind, 80, config.moe.activation, False, False, True)
 
 
 @pytest.mark.parametrize("device_kind", [KIND, "NVIDIA of nobody"])
@@ -98,7 +98,8 @@ def test_matmuls_and_attention_are_cut_for_the_capability(capability):
         options: dict[str, Any] = {"dtype": "bfloat16", "capability": capability}
         head = linear_spec(rows, 512, 66000, out_dtype="float32", norm_eps=config.norm_eps, **options)
         out = linear_spec(rows, 512, 512, residual=True, **options)
-        attend, combine = attention_specs(rows, 8, 8, 64, **of_cache, **options)
+        of_append = {"positions": 16, "norm": config.qk_norm, "eps": config.norm_eps, "clip": config.clip_qkv}
+        attend, combine = decode_attention_specs(rows, 8, 8, 64, **of_cache, **of_append, **options)
         assert {head.key, out.key, attend.key, combine.key} <= {spec.key for spec in found[rows].specs}
     assert (
         linear_spec(32, 512, 66000, dtype="bfloat16", capability=86).key

@@ -159,3 +159,56 @@ def test_bfloat16_is_refused():
     spec = expert_ffn_spec(1, 2, 4, 64, 40, dtype="bfloat16", activation=ACTIVATIONS[0])
     with pytest.raises(CannotServe, match="bfloat16"):
         interpret(spec, {})
+
+
+HOLDING = dataclasses.replace(SMALL, block_m=64, held=2, late=1)
+"""The kernel for one row; reductions of more steps than it holds."""
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: f"{a.name}-{a.layout}-{a.limit_after}")
+def test_one_row_holding_weights_with_every_activation(activation):
+    rng = np.random.default_rng(20)
+    ids, scale = routing(rng, 1, 6, 5)
+    spec = expert_ffn_spec(
+        1, 5, 6, 72, 136, dtype="float16", activation=activation, slots=9, gate_up_bias=True, down_bias=True,
+        residual=True, tile=HOLDING,
+    )  # fmt: skip
+    assert spec.name == "expert_ffn_row"
+    agrees(spec, run(spec, rng, ids, scale))
+
+
+@pytest.mark.parametrize(("k", "inner", "held", "late"), [(8, 64, 2, 2), (1, 40, 6, 0), (7, 200, 1, 1), (8, 96, 3, 0)])
+def test_one_row_holding_weights_at_every_size(k, inner, held, late):
+    rng = np.random.default_rng(21)
+    ids, scale = routing(rng, 1, 9, k)
+    tile = dataclasses.replace(HOLDING, held=held, late=late)
+    spec = expert_ffn_spec(1, k, 9, 64, inner, dtype="float16", activation=ACTIVATIONS[0], tile=tile)
+    agrees(spec, run(spec, rng, ids, scale))
+
+
+def test_one_row_holding_weights_without_some_of_its_experts():
+    rng = np.random.default_rng(22)
+    _, scale = routing(rng, 1, 8, 5)
+    scale[0, 0] = np.nan
+    options = {"dtype": "float16", "activation": ACTIVATIONS[0], "residual": True, "down_bias": True, "tile": HOLDING}
+    spec = expert_ffn_spec(1, 5, 8, 64, 72, **options)
+    for ids in ([-1, 3, 8, 0, 7], [-1, -1, -5, 8, 9]):
+        made = run(spec, rng, np.array([ids], np.int32), scale)
+        agrees(spec, made)
+    np.testing.assert_array_equal(made["out_ptr"], made["residual_ptr"])
+
+
+@pytest.mark.parametrize(
+    ("change", "sizes", "wanted"),
+    [
+        ({}, (2, 2, 4, 64, 40), "one row"),
+        ({}, (1, 9, 12, 64, 40), "8 experts a row"),
+        ({"block_m": 32}, (1, 2, 4, 64, 40), "4 warps for 64 rows"),
+        ({"late": 3}, (1, 2, 4, 64, 40), "at most held"),
+        ({}, (1, 2, 4, 64, 7168), "one part of I"),
+    ],
+)
+def test_what_the_kernel_for_one_row_does_not_take_is_refused(change, sizes, wanted):
+    tile = dataclasses.replace(HOLDING, **change)
+    with pytest.raises(InvalidArgument, match=wanted):
+        expert_ffn_spec(*sizes, dtype="float16", activation=ACTIVATIONS[0], tile=tile)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+import triton
+import triton.language as tl
 from decode_cases import append_oracle, attention_oracle, kv_case, linear_oracle, small_linear_tile
 from interpreting import buffers, run
 
-from moe_jax.pallas_kernels.attention import Schedule, attention_specs
+from moe_jax.pallas_kernels.attention import Schedule, attention_specs, decode_attention_specs
 from moe_jax.pallas_kernels.attention import heuristics as attention_heuristics
 from moe_jax.pallas_kernels.attention import specs as attention_module
 from moe_jax.pallas_kernels.interpret import interpret
 from moe_jax.pallas_kernels.kv_append import kv_append_spec
 from moe_jax.pallas_kernels.linear import Tile, linear_spec
+from moe_jax.pallas_kernels.spec import Argument, KernelSpec
+from moe_jax.pallas_kernels.sums import sum_by_pairs
 
 # NumPy's own remarks on what the NaN tests do.
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value encountered")
@@ -134,6 +138,26 @@ def test_kv_append_rows_bits_do_not_depend_on_company():
         np.testing.assert_array_equal(made["q_ptr"][place], alone["q_ptr"][0])
 
 
+@triton.jit
+def sum_rows(x_ptr, out_ptr, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.arange(0, ROWS)
+    tl.store(out_ptr + row, sum_by_pairs(tl.load(x_ptr + row[:, None] * SIZE + tl.arange(0, SIZE)[None, :])))
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (4, 8), (2, 128), (1, 1024)])
+def test_kv_append_sums_neighbours_then_neighbours_among_those(rows, size):
+    arguments = (Argument("x_ptr", "float32", (rows, size), "in"), Argument("out_ptr", "float32", (rows,), "out"))
+    spec = KernelSpec(
+        name="sum_rows", function=sum_rows, arguments=arguments, constexprs=(("ROWS", rows), ("SIZE", size)),
+        grid=(1, 1, 1), num_warps=4, num_stages=1, enable_fp_fusion=False, pdl=False,
+    )  # fmt: skip
+    made = run(spec, np.random.default_rng(12))
+    x = made["x_ptr"]
+    while x.shape[1] > 1:
+        x = x[:, ::2] + x[:, 1::2]
+    np.testing.assert_array_equal(made["out_ptr"], x[:, 0])
+
+
 # -- attention ------------------------------------------------------------------------------------------------------
 
 PAGED = {"sequences": 4, "pages": 49, "page_size": 8, "max_pages": 12}
@@ -246,3 +270,109 @@ def test_attention_rows_of_one_sequence_have_the_bits_of_rows_alone():
     given |= {name: alone[name] for name in ("k_pages_ptr", "v_pages_ptr", "q_ptr")}
     _, (_, together) = attend(rng, 4, 4, 2, 16, given, fill=0, rows_of_sequence=4)
     np.testing.assert_array_equal(together["out_ptr"], out["out_ptr"])
+
+
+# -- append and attention in one ------------------------------------------------------------------------------------
+
+
+def two_and_three_launches(rng, heads, kv_heads, dim, given, *, paged, norm, clip=None, window=None, fill=0, last=96):
+    """Pages, pieces and output of append and attention in one launch, and of one after the other; each row has a
+    sequence of its own, and positions up to ``last`` are in the tables.
+    """
+    rows = given["position_ptr"].shape[0]
+    of_both = {"dtype": "float32", **paged}
+    of_append = {"positions": last, "norm": norm, "clip": clip}
+    of_attention = {"window": window, "schedule": Schedule(programs=5, fill=fill, run=2, runs=2)}
+    append = kv_append_spec(rows, heads, kv_heads, dim, **of_both, **of_append)
+    parts = append, *attention_specs(rows, heads, kv_heads, dim, **of_both, **of_attention)
+    fused = decode_attention_specs(rows, heads, kv_heads, dim, **of_both, **of_append, **of_attention)
+    start = buffers(append, rng, given)
+    place, size = given["position_ptr"], paged["page_size"]
+    writes = (place >= 0) & (place < min(last, 96)) & (given["sequence_ptr"] >= 0)
+    writes[writes] = given["sequence_ptr"][writes] < paged["sequences"]
+    target = given["table_ptr"][given["sequence_ptr"][writes], place[writes] // size]
+    there = (target >= 0) & (target < paged["pages"])
+    for name in ("k_pages_ptr", "v_pages_ptr"):
+        # What stands where a row writes is nothing that a row may see.
+        start[name][target[there], :, place[writes][there] % size] = np.nan
+    results = []
+    for specs in (fused, parts):
+        made = {name: value.copy() for name, value in start.items() if name != "q_ptr"}
+        for spec in specs:
+            made |= run(spec, rng, made)
+        results.append({name: made[f"{name}_ptr"] for name in ("k_pages", "v_pages", "vector", "weight", "out")})
+    wanted = referenced(fused[0], start)
+    for name, value in zip(("k_pages", "v_pages", "vector", "weight"), wanted, strict=True):
+        written = ~np.isnan(results[0][name])
+        assert written.any()
+        np.testing.assert_allclose(results[0][name][written], np.asarray(value)[written], rtol=1e-4, atol=1e-4)
+    return results
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("positions", [(0, 7, 16, 31, -1), (8, 63, 64, 95, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page_size", "options"),
+    [
+        (8, 2, 16, 8, {"norm": "head"}),
+        (8, 2, 16, 16, {"norm": None, "window": 20}),
+        (6, 3, 24, 32, {"norm": "head", "clip": 0.7, "fill": 10**6}),
+        (16, 1, 16, 4, {"norm": "projection", "clip": 1.5, "fill": 10**6, "window": 9}),
+        (4, 4, 8, 1, {"norm": "projection", "clip": None}),
+    ],
+    ids=str,
+)
+def test_decode_attention_has_the_bits_of_append_and_attention(heads, kv_heads, dim, page_size, options, positions):
+    rng = np.random.default_rng(13)
+    paged = {"sequences": 6, "pages": 6 * 96 // page_size + 1, "page_size": page_size, "max_pages": 96 // page_size}
+    given = kv_case(rng, rows=5, positions=96, **paged)
+    given["sequence_ptr"] = np.array([4, 0, 5, 2, 3], np.int32)
+    given["position_ptr"] = np.array(positions, np.int32)
+    fused, parts = two_and_three_launches(rng, heads, kv_heads, dim, given, paged=paged, **options)
+    for name, value in parts.items():
+        np.testing.assert_array_equal(fused[name], value, err_msg=name)
+    assert not np.isnan(fused["out"]).any() and not fused["out"][np.array(positions) < 0].any()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_decode_attention_of_numbers_out_of_range_has_the_bits_of_append_and_attention():
+    """No page, a page past the pool, a position past the rotation tables and past the table, sequences that are not."""
+    rng = np.random.default_rng(14)
+    paged = {"sequences": 8, "pages": 98, "page_size": 8, "max_pages": 12}
+    given = kv_case(rng, rows=7, positions=96, **paged)
+    # The first and last sequence and page are read for what is not there, and nothing is written into them.
+    given["table_ptr"] = np.arange(1, 97, dtype=np.int32).reshape(8, 12)
+    given["sequence_ptr"] = np.array([1, 2, 3, 4, -1, 9, 5], np.int32)
+    given["position_ptr"] = np.array([20, 70, 90, 200, 33, 40, 17], np.int32)
+    given["table_ptr"][1, 2], given["table_ptr"][2, 8] = -1, 98
+    fused, parts = two_and_three_launches(rng, 8, 2, 16, given, paged=paged, norm="head", last=88)
+    for name, value in parts.items():
+        np.testing.assert_array_equal(fused[name], value, err_msg=name)
+    assert not np.isnan(fused["k_pages"]).any() and not np.isnan(fused["out"]).any()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_decode_attention_rows_bits_do_not_depend_on_company_or_schedule():
+    rng = np.random.default_rng(15)
+    paged = {"sequences": 9, "pages": 109, "page_size": 8, "max_pages": 12}
+    options = {"dtype": "float32", **paged, "positions": 96, "norm": "head"}
+
+    def launch(rows, given, fill):
+        schedule = Schedule(programs=5, fill=fill, run=2, runs=2)
+        first, second = decode_attention_specs(rows, 4, 2, 16, **options, schedule=schedule)
+        one = run(first, rng, {name: value.copy() for name, value in given.items()})
+        return run(second, rng, {name: one[name] for name in ("vector_ptr", "weight_ptr", "position_ptr")})["out_ptr"]
+
+    alone = buffers(decode_attention_specs(1, 4, 2, 16, **options)[0], rng, kv_case(rng, rows=1, positions=96, **paged))
+    alone["position_ptr"][0] = 77
+    shared = ("k_pages_ptr", "v_pages_ptr", "table_ptr", "cos_ptr", "sin_ptr", "q_gain_ptr", "k_gain_ptr")
+    names = (*shared, "qkv_ptr", "position_ptr", "sequence_ptr")
+    wanted = launch(1, {name: alone[name] for name in names}, 0)[0]
+    for rows, fill in ((1, 10**6), (4, 0), (4, 8), (9, 10**6)):
+        more = {name: alone[name] for name in shared}
+        more["qkv_ptr"] = rng.standard_normal((rows, 128)).astype(np.float32)
+        more["position_ptr"] = rng.integers(0, 96, rows).astype(np.int32)
+        more["sequence_ptr"] = ((np.arange(rows) - rows // 2 + alone["sequence_ptr"][0]) % 9).astype(np.int32)
+        for name in ("qkv_ptr", "position_ptr"):
+            more[name][rows // 2] = alone[name][0]
+        np.testing.assert_array_equal(launch(rows, more, fill)[rows // 2], wanted)

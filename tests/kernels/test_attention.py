@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,11 @@ from decode_cases import (
     same_bits,
 )
 
-from moe_jax.pallas_kernels.attention import Schedule, api, attention_specs
+from moe_jax.pallas_kernels.attention import Schedule, api, attention_specs, decode_attention_specs
 from moe_jax.pallas_kernels.attention.reference import attention as reference
-from moe_jax.pallas_kernels.compiled import compile_spec
+from moe_jax.pallas_kernels.compiled import compile_spec, disassembly
 from moe_jax.pallas_kernels.errors import InvalidArgument
+from moe_jax.pallas_kernels.kv_append import kv_append_spec
 
 SIZES = {"sequences": 64, "pages": 64 * 24 + 1, "page_size": 64, "max_pages": 24}
 # The compiler drops loops that short tables never enter.
@@ -60,6 +62,48 @@ def test_compiles_without_spills(rows, options, capability):
 def test_other_heads_compile_without_spills(heads, dim, dtype, capability):
     for spec in attention_specs(4, heads, 4, dim, dtype=dtype, **LONG):
         check_compiled(spec, capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("rows", "norm", "options"),
+    [
+        (1, "head", {}),
+        (4, None, {"window": 1000}),
+        (16, "projection", {"clip": 8.0, "sink": True}),
+        (64, "head", {"clip": 8.0}),
+    ],
+    ids=str,
+)
+def test_append_and_attention_in_one_compile_without_spills(rows, norm, options, capability):
+    more = {"positions": 32768, "norm": norm, "capability": capability, "pdl": capability == 90}
+    for spec in decode_attention_specs(rows, 32, 4, 128, dtype="bfloat16", **LONG, **more, **options):
+        check_compiled(spec, capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dtype", "norm"),
+    [
+        (8, 4, 64, "bfloat16", "head"),
+        (16, 4, 256, "bfloat16", "head"),
+        (64, 4, 80, "float16", "projection"),
+        (32, 4, 128, "float32", "head"),
+        (16, 16, 128, "bfloat16", "projection"),
+    ],
+)
+def test_append_and_attention_of_other_heads_compile_without_spills(heads, kv_heads, dim, dtype, norm, capability):
+    more = {"positions": 32768, "norm": norm, "capability": capability, **LONG}
+    check_compiled(decode_attention_specs(4, heads, kv_heads, dim, dtype=dtype, **more)[0], capability)
+
+
+def test_the_new_key_is_written_before_keys_are_copied():
+    fused, _ = decode_attention_specs(1, 32, 4, 128, dtype="bfloat16", **LONG, positions=32768, norm="head", pdl=True)
+    code = disassembly(compile_spec(fused, 90))
+    wait = code.index("ACQBULK")
+    copied = code.index("LDGSTS")
+    written = [wait + m.start() for m in re.finditer(r"\bSTG\b", code[wait:copied])]
+    assert written and "BAR.SYNC" in code[max(written) : copied]
 
 
 @pytest.mark.parametrize(("rows", "dim"), [(1, 128), (4, 256)])
@@ -98,6 +142,17 @@ def test_refusals(options, message):
     arguments = {"rows": 4, "heads": 8, "kv_heads": 4, "dim": 64, "dtype": "bfloat16"} | SIZES | options
     with pytest.raises(InvalidArgument, match=message):
         attention_specs(**arguments)
+    if "rows_of_sequence" not in options:
+        with pytest.raises(InvalidArgument, match=message):
+            decode_attention_specs(positions=64, **arguments)
+
+
+def test_append_and_attention_in_one_leave_room_for_the_new_key_and_value():
+    arguments = {"kv_heads": 1, "dim": 64, "dtype": "bfloat16", **SIZES}
+    attention_specs(1, 32, **arguments)
+    decode_attention_specs(1, 30, positions=64, **arguments)
+    with pytest.raises(InvalidArgument, match="31 and 1, wanted heads a multiple of kv_heads, up to 30 times"):
+        decode_attention_specs(1, 31, positions=64, **arguments)
 
 
 @pytest.mark.gpu
@@ -160,3 +215,33 @@ def test_other_heads_and_dtypes_on_a_gpu(heads, kv_heads, dim, dtype, bound):
         out = on_a_gpu(specs, given)["out_ptr"]
         wanted = reference(*(given[a.name] for a in specs[0].inputs), scale=dim**-0.5, window=None)
         assert relative_error(out, np.asarray(wanted).astype(np.float64)) <= bound
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("norm", "options"), [("head", {}), ("projection", {"clip": 2.0, "window": 700})], ids=str)
+def test_append_and_attention_in_one_have_the_bits_of_both_on_a_gpu(norm, options):
+    """Pages and output; the new key's place holds NaN before."""
+    rng = np.random.default_rng(2)
+    sizes, clip, window = SIZES | {"dtype": "bfloat16"}, options.get("clip"), options.get("window")
+    pages = rng.standard_normal((2, SIZES["pages"], 4, 64, 128)).astype(np.float32)
+    of_append = {"positions": 1536, "norm": norm, "clip": clip}
+    for rows in (1, 4, 64):
+        append = kv_append_spec(rows, 32, 4, 128, **sizes, **of_append)
+        parts = append, *attention_specs(rows, 32, 4, 128, **sizes, window=window)
+        fused = decode_attention_specs(rows, 32, 4, 128, **sizes, **of_append, window=window)
+        given = kv_case(rng, rows=rows, positions=1536, **SIZES)
+        given["sequence_ptr"] = rng.permutation(64)[:rows].astype(np.int32)
+        given["position_ptr"][-1] = 1024
+        mine, own = given["position_ptr"] >= 0, pages.copy()
+        place, sequence = given["position_ptr"][mine], given["sequence_ptr"][mine]
+        own[:, given["table_ptr"][sequence, place // 64], :, place % 64] = np.nan
+        given |= {"k_pages_ptr": own[0], "v_pages_ptr": own[1]}
+        for a in append.inputs:
+            if a.name not in given:
+                given[a.name] = rng.standard_normal(a.shape)
+        arrays = {a.name: jnp.asarray(given[a.name], a.dtype) for a in append.inputs}
+        got, wanted = on_a_gpu(fused, arrays), on_a_gpu(parts, arrays)
+        assert got.keys() == wanted.keys() == {"k_pages_ptr", "v_pages_ptr", "out_ptr"}
+        for name, value in wanted.items():
+            assert not np.isnan(value.astype(np.float32)).any()
+            same_bits(got[name], value)

@@ -23,8 +23,9 @@ def ffn(tokens=1, *, shape=QWEN3, dtype="bfloat16", activation=ACTIVATIONS[0], *
     return expert_ffn_spec(tokens, **shape, dtype=dtype, activation=activation, **options)
 
 
+GRANITE = {"top_k": 8, "experts": 40, "hidden": 1536, "inner": 512}
 CASES = {
-    "one row": ffn(1),
+    "one row of any device": ffn(1, capability=80),
     "64 rows": ffn(64),
     "few wide experts": ffn(16, shape=MIXTRAL, dtype="float16"),
     "biases, slots, residual": ffn(
@@ -45,7 +46,35 @@ def test_compiles_without_spills(name, capability):
     assert (kernel.global_scratch, kernel.profile_scratch) == (0, 0)
 
 
-@pytest.mark.parametrize("spec", [ffn(4, pdl=True), plan_spec(4, 8, 128, 8, pdl=True)], ids=["experts", "plan"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: f"{a.name}-{a.layout}-{a.limit_after}")
+@pytest.mark.parametrize("shape", [QWEN3, GRANITE, QWEN3 | {"inner": 1536}], ids=lambda s: str(s["inner"]))
+def test_the_kernel_for_one_row_compiles_without_spills(shape, activation, dtype):
+    more = {} if activation is ACTIVATIONS[0] else {"slots": 12, "gate_up_bias": True, "down_bias": True}
+    spec = ffn(1, shape=shape, dtype=dtype, activation=activation, residual=True, pdl=True, **more)
+    assert spec.name == "expert_ffn_row" and ffn(1, shape=shape, dtype=dtype, capability=80).name == "expert_ffn"
+    kernel = compiled.compile_spec(spec, 90)
+    use = compiled.resources(kernel)
+    assert (use.stack, use.local) == (0, 0)
+    assert kernel.shared <= 227 * 1024
+
+
+def test_the_kernel_for_one_row_asks_for_weights_before_it_waits_and_acquires_before_it_reads():
+    code = compiled.disassembly(compiled.compile_spec(ffn(1, pdl=True), 90))
+    names = r"\b(MEMBAR\.ALL\.GPU|REDG|LDG\.E\.EF\.128|LDG\.E\.STRONG\.GPU|CCTL\.IVALL|HGMMA)\b"
+    order = re.findall(names, code)
+    # Activations are released; weights of the down product are asked for, all of them before the look at the count.
+    assert order.index("MEMBAR.ALL.GPU") < order.index("REDG") < order.index("LDG.E.EF.128")
+    polls = [i for i, name in enumerate(order) if name == "LDG.E.STRONG.GPU"]
+    assert all(order[i + 1] == "CCTL.IVALL" for i in polls)
+    assert "LDG.E.EF.128" not in order[polls[0] :] and "HGMMA" in order[polls[-1] :]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [ffn(4, pdl=True), ffn(1, pdl=True), plan_spec(4, 8, 128, 8, pdl=True)],
+    ids=["experts", "experts of one row", "plan"],
+)
 def test_programmatic_launch_waits_before_any_access(spec):
     code = compiled.disassembly(compiled.compile_spec(spec, 90))
     wait = code.index("ACQBULK")
@@ -56,7 +85,7 @@ def test_programmatic_launch_waits_before_any_access(spec):
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_what_waits_for_a_tile_acquires_what_it_wrote(tokens):
     """Triton makes loads of additions of 0, and 3.6 dropped one whose value nobody used."""
-    code = compiled.disassembly(compiled.compile_spec(ffn(tokens), 90))
+    code = compiled.disassembly(compiled.compile_spec(ffn(tokens, capability=80), 90))
     order = re.findall(r"\b(LDG\.E\.STRONG\.GPU|CCTL\.IVALL|HGMMA)\b", code)
     polls = [i for i, name in enumerate(order) if name == "LDG.E.STRONG.GPU"]
     after = order[polls[-1] + 1 :]
@@ -96,7 +125,7 @@ def test_keys_follow_content():
 def test_what_fixes_the_arithmetic_does_not_look_at_the_rows():
     names = ("BLOCK_M", "BLOCK_K", "SPLIT")
     for shape in (QWEN3, MIXTRAL):
-        specs = [ffn(tokens, shape=shape) for tokens in range(1, 65)]
+        specs = [ffn(tokens, shape=shape, capability=80) for tokens in range(1, 65)]
         seen = {(*(dict(spec.constexprs)[n] for n in names), spec.num_warps) for spec in specs}
         assert len(seen) == 1
 

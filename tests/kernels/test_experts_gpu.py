@@ -76,6 +76,35 @@ def test_raw_launch_in_a_graph_equals_jit(pdl):
     assert not np.asarray(made["state_ptr"].copy()).any()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("sizes", [(8, 128, 2048, 768), (6, 64, 2048, 1408), (8, 40, 1536, 512)], ids=str)
+def test_one_row_has_the_bits_of_four(sizes, dtype):
+    """One row has a kernel of its own at these sizes."""
+    from moe_jax.pallas_kernels.experts import expert_ffn_spec
+    from moe_jax.pallas_kernels.in_jit import call
+
+    k, experts = sizes[:2]
+    rng = np.random.default_rng(3)
+    one, four = (
+        expert_ffn_spec(rows, *sizes, dtype=dtype, activation=ACTIVATIONS[0], residual=True) for rows in (1, 4)
+    )
+    assert (one.name, four.name) == ("expert_ffn_row", "expert_ffn")
+    run_one, run_four = (jax.jit(lambda *xs, spec=spec: call(spec, xs)[0]) for spec in (one, four))
+    made = inputs_of(four, rng, 4, experts, k)
+    for _ in range(5):
+        fresh = inputs_of(one, rng, 1, experts, k) | {"gate_up_ptr": made["gate_up_ptr"], "down_ptr": made["down_ptr"]}
+        ids, scale = routing(rng, 4, experts, k)
+        ids[1, 0], ids[2, -1] = -1, experts
+        again = buffers(four, rng, ids, scale)
+        again |= {name: made[name] for name in ("gate_up_ptr", "down_ptr")}
+        whole = np.asarray(run_four(*(jnp.asarray(again[a.name]) for a in four.inputs)))
+        for row in range(4):
+            for name in ("x_ptr", "ids_ptr", "scale_ptr", "residual_ptr"):
+                fresh[name] = jnp.asarray(again[name][row : row + 1])
+            alone = np.asarray(run_one(*(fresh[a.name] for a in one.inputs)))
+            assert alone.tobytes() == whole[row : row + 1].tobytes()
+
+
 SIZES = [  # rows, top-k, experts, H, I, dtype; many small blocks make tiles meet
     (33, 8, 160, 8, 6, "float32"),
     (64, 8, 160, 8, 6, "float32"),
@@ -83,6 +112,7 @@ SIZES = [  # rows, top-k, experts, H, I, dtype; many small blocks make tiles mee
     (64, 8, 128, 128, 72, "bfloat16"),
     (64, 8, 128, 2048, 768, "bfloat16"),
     (1, 8, 128, 2048, 768, "bfloat16"),
+    (1, 8, 40, 1536, 512, "float16"),
 ]
 
 

@@ -37,7 +37,7 @@ def test_a_constant_of_the_module_is_part_of_the_source(monkeypatch):
 
 
 def test_a_constant_that_a_called_function_reads_is_part_of_the_source(monkeypatch):
-    (first, _), source = attention_specs(1, 4, 2, 16, dtype="bfloat16", **PAGED), attention_kernels._items.fn
+    (first, _), source = attention_specs(1, 4, 2, 16, dtype="bfloat16", **PAGED), attention_kernels.work_of.fn
     before = first.source_hash
     monkeypatch.setitem(source.__globals__, "power_of_nothing", tl.constexpr(3))
     assert dataclasses.replace(first).source_hash == before
