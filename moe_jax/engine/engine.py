@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import operator
 import threading
-import weakref
 from collections.abc import Generator, Iterable, Mapping
 from collections.abc import Sequence as Items
 from typing import Any
@@ -35,18 +33,18 @@ from moe_jax.generation import gathered, parse_stop
 from moe_jax.model import Model
 from moe_jax.models.decoder import Decoder
 from moe_jax.pallas_kernels.advance.specs import RUNNING
-from moe_jax.pallas_kernels.errors import CudaError
 from moe_jax.pallas_kernels.linear.heuristics import MAX_ROWS
 from moe_jax.sampling import Sampling, sampling
 
 from .building import load_kernels
+from .ending import close_at_exit
 from .generating import columns
 from .host import compiled_reference
 from .memory import WEIGHTS, Memory, Weights, place_all
 from .options import PAGE_SIZE, check_count, cuda_runtime, token_limit
 from .prompts import LONG, Prompts
 from .rows import row_block
-from .sequences import Places, Sequence
+from .sequences import Batch, Places, Sequence
 from .step import NAMESPACE, Geometry, build, bytes_needed, certificate_of
 from .weights import check_config, check_update, module_weights
 
@@ -150,6 +148,9 @@ class Engine:
         self._prompts = Prompts(self._geometry, model.module, *device_state, model.executables, long_prompts)
         self._places = Places(max_sequences, self._geometry.pages)
         self._sequences: dict[int, Sequence] = {}
+        # Remembered from step to step; None where sequences have come, gone or ended since.
+        self._live: tuple[int, ...] | None = None
+        self._batch: Batch | None = None
         self._numbers = itertools.count()
         self._on_device: tuple[int, ...] | None = None
         self._doubtful: set[int] = set()
@@ -157,7 +158,7 @@ class Engine:
         self._last: str | tuple[Outcome, int, int] = "no step was made"
         self._unusable: str | None = None
         self._lock = threading.RLock()
-        _open.add(self)
+        close_at_exit(self)
 
     def __enter__(self) -> Engine:
         return self
@@ -169,8 +170,10 @@ class Engine:
     def live(self) -> tuple[int, ...]:
         """Sequences that the next step gives a token to, in the order in which they joined."""
         with self._lock:
-            held = list(self._sequences.items())  # a stream that is collected meanwhile gives up its own
-            return tuple(n for n, sequence in held if not (sequence.ended or sequence.inner))
+            if self._live is None:
+                held = list(self._sequences.items())  # a stream that is collected meanwhile gives up its own
+                self._live = tuple(n for n, sequence in held if not (sequence.ended or sequence.inner))
+            return self._live
 
     def warmup(self, prompts: Items[int] = ()) -> None:
         """Make every call that first steps and prompts would pay for: nothing is compiled, loaded, captured afterwards.
@@ -362,6 +365,7 @@ class Engine:
             self._prompts.release()
             self.memory.release()
             self._sequences.clear()
+            self._live = self._batch = None
             self._unusable = "closed"
 
     # Inside; the lock is held, but where it says so.
@@ -413,6 +417,7 @@ class Engine:
                         number=number, place=place, pages=own, tokens=[*map(operator.index, row)], limit=limit,
                         sampling=parameters, top_k=top_k, draw=draw, inner=inner,
                     )  # fmt: skip
+                    self._live = None
                     numbers.append(number)
                     self._read_prompt(sequence)
             except BaseException:
@@ -471,10 +476,11 @@ class Engine:
             self._last = f"failed: {error}"
             raise
         self._last = outcome, rows, bucket
-        for number, token in zip(numbers, tokens, strict=True):
-            sequence = self._sequences[number]
-            sequence.tokens.append(token)
-            sequence.ended = token in self._stops or len(sequence.tokens) >= sequence.limit
+        batch = self._batch
+        if batch is None or batch.numbers != numbers:
+            batch = self._batch = Batch((self._sequences[number] for number in numbers), self._stops)
+        if batch.take(tokens):
+            self._live = None
         return dict(zip(numbers, tokens, strict=True))
 
     def _forget(self, number: int) -> None:
@@ -482,19 +488,6 @@ class Engine:
         with self._lock:
             self._doubtful.discard(number)
             sequence = self._sequences.pop(number, None)
+            self._live = self._batch = None
             if sequence is not None:
                 self._places.give_back(sequence.place, sequence.pages)
-
-
-_open: weakref.WeakSet[Engine] = weakref.WeakSet()
-EXIT_SECONDS = 1.0  # that the end of a process waits for an engine which a thread without end still uses
-
-
-@atexit.register
-def _close_at_exit() -> None:
-    """JAX has registered its own end before, so this comes first: the device is still there."""
-    for engine in list(_open):
-        if engine._lock.acquire(timeout=EXIT_SECONDS):
-            with contextlib.suppress(CudaError):  # the others still want to be closed
-                engine.close()
-            engine._lock.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from moe_jax.sampling import Sampling
@@ -34,6 +35,35 @@ class Sequence:
     draw: int
     inner: bool
     ended: bool = False
+
+
+class Batch:
+    """Sequences that take steps together, for as long as none of them takes one in other company.
+
+    Attributes:
+        numbers: of the sequences, in the order of their rows.
+    """
+
+    def __init__(self, sequences: Iterable[Sequence], stops: frozenset[int]):
+        self._sequences, self._stops = tuple(sequences), stops
+        self.numbers = tuple(sequence.number for sequence in self._sequences)
+        self._appends = tuple(sequence.tokens.append for sequence in self._sequences)
+        self._left = self._until_a_limit()
+
+    def take(self, tokens: list[int]) -> bool:
+        """A token for each; whether some have ended. Sequences are looked at one by one only where some may have."""
+        for append, token in zip(self._appends, tokens, strict=True):
+            append(token)
+        self._left -= 1
+        if self._left > 0 and self._stops.isdisjoint(tokens):
+            return False
+        for sequence, token in zip(self._sequences, tokens, strict=True):
+            sequence.ended = token in self._stops or len(sequence.tokens) >= sequence.limit
+        self._left = self._until_a_limit()
+        return any(sequence.ended for sequence in self._sequences)
+
+    def _until_a_limit(self) -> int:
+        return min(sequence.limit - len(sequence.tokens) for sequence in self._sequences)
 
 
 @dataclass

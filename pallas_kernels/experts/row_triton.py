@@ -127,7 +127,7 @@ def expert_ffn_row(
         stack_row = tl.max(tl.where(rank == block, chosen, -1), 0)
         if stack_row >= 0:
             gate_up_tile(
-                x_ptr, gate_up_ptr, gate_up_bias_ptr, inner_ptr, stack_row.to(tl.int64), tile,
+                x_ptr, gate_up_ptr, gate_up_bias_ptr, inner_ptr, tl.cast(stack_row, tl.int64), tile,
                 rank * 0, rank * 0 + block, rank == 0,
                 HIDDEN, INNER, ACTIVATION, GATED, HALVES, LIMIT, LIMIT_AFTER, ALPHA, GATE_UP_BIAS,
                 GATE_LINES, GATE_M, PAIRS, GATE_K,
@@ -146,6 +146,8 @@ def expert_ffn_row(
         w = tl.load(w_at + i * BLOCK_K, mask=w_mask, other=0.0, eviction_policy="evict_first")
         ws = ws + (w,)  # noqa: RUF005 (Triton knows no starred element)
     output = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    bias = 0.0
+    residual = 0.0
     if RESIDUAL:
         residual = tl.load(residual_ptr + output, mask=output < HIDDEN, other=0.0).to(tl.float32)
     if DOWN_BIAS:
