@@ -189,22 +189,11 @@ def route(
     w_at = w_ptr + expert[:, None] * HIDDEN + k[None, :]
     # The router's weights do not change while a step runs: the only thing that may be read before the wait.
     w = tl.load(w_at, mask=is_expert[:, None] & (k < HIDDEN)[None, :], other=0.0)
-    gains = ()
-    if NORM:
-        for step in tl.static_range(PART // BLOCK_K):
-            # (Tuples grow by addition: Triton knows no starred element.)
-            at = k + step * BLOCK_K
-            gains = gains + (tl.load(gain_ptr + at, mask=at < HIDDEN, other=0.0),)  # noqa: RUF005
     if PDL:
         gdc_wait()
     row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     live = row < ROWS
     x_row = x_ptr + row.to(tl.int64)[:, None] * HIDDEN
-    # Asked for together with the whole rows that the norm needs.
-    xs = ()
-    for step in tl.static_range(PART // BLOCK_K):
-        at = k + step * BLOCK_K
-        xs = xs + (tl.load(x_row + at[None, :], mask=live[:, None] & (at < HIDDEN)[None, :], other=0.0),)  # noqa: RUF005
     shrink = tl.full([BLOCK_ROWS], 1.0, tl.float32)
     if NORM:
         squares = tl.zeros([BLOCK_ROWS, CHUNK], tl.float32)
@@ -221,11 +210,12 @@ def route(
         if step > 0:
             w = tl.load(w_at + step * BLOCK_K, mask=is_expert[:, None] & there[None, :], other=0.0)
         mask = live[:, None] & there[None, :]
-        x = xs[step]
+        x = tl.load(x_row + at[None, :], mask=mask, other=0.0)
         if NORM:
             # Rounded twice, as the models do: after the division and after the gain.
+            gain = tl.load(gain_ptr + at, mask=there, other=0.0).to(tl.float32)
             x = (x.to(tl.float32) * shrink[:, None]).to(x_ptr.dtype.element_ty)
-            x = (x.to(tl.float32) * gains[step].to(tl.float32)[None, :]).to(x_ptr.dtype.element_ty)
+            x = (x.to(tl.float32) * gain[None, :]).to(x_ptr.dtype.element_ty)
             if chunk == 0:
                 tl.store(normed_ptr + row.to(tl.int64)[:, None] * HIDDEN + at[None, :], x, mask=mask)
         total = tl.dot(w, tl.trans(x), total, input_precision="ieee")

@@ -46,10 +46,10 @@ def test_compiles_without_spills(name, capability):
     assert (kernel.global_scratch, kernel.profile_scratch) == (0, 0)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: f"{a.name}-{a.layout}-{a.limit_after}")
 @pytest.mark.parametrize("shape", [QWEN3, GRANITE, QWEN3 | {"inner": 1536}], ids=lambda s: str(s["inner"]))
-def test_the_kernel_for_one_row_compiles_without_spills(shape, activation, dtype):
+def test_the_kernel_for_one_row_compiles_without_spills(shape, activation):
+    dtype = ("bfloat16", "float16")[ACTIVATIONS.index(activation) % 2]
     more = {} if activation is ACTIVATIONS[0] else {"slots": 12, "gate_up_bias": True, "down_bias": True}
     spec = ffn(1, shape=shape, dtype=dtype, activation=activation, residual=True, pdl=True, **more)
     assert spec.name == "expert_ffn_row" and ffn(1, shape=shape, dtype=dtype, capability=80).name == "expert_ffn"
