@@ -8,6 +8,7 @@ from typing import NamedTuple
 from moe_jax.bench.cases import NAMED, Shape
 from moe_jax.bench.launches import DTYPE, layer_launches, shipped_tile
 from moe_jax.pallas_kernels.experts import MAX_ROWS, Tile, tile_for
+from moe_jax.pallas_kernels.experts.heuristics import of_one_arithmetic
 from moe_jax.pallas_kernels.prefill import PrefillTile
 from moe_jax.pallas_kernels.spec import KernelSpec
 
@@ -50,9 +51,7 @@ def arithmetics(shape: Shape) -> list[Arithmetic]:
 
 def tiles(shape: Shape, tokens: int, arithmetic: Arithmetic) -> list[Tile]:
     """Tiles to try for a row count, the heuristic's first."""
-    base = dataclasses.replace(heuristic(shape, tokens), **arithmetic._asdict())
-    if base.block_m != 16 * base.num_warps:
-        base = dataclasses.replace(base, held=0, late=0)
+    base = of_one_arithmetic(dataclasses.replace(heuristic(shape, tokens), **arithmetic._asdict()))
 
     def change(**fields: int) -> Tile:
         return dataclasses.replace(base, **fields)

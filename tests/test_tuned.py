@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moe_jax.errors import InvalidArgument
-from moe_jax.pallas_kernels.experts import Tile, tile_for
+from moe_jax.pallas_kernels.experts import Tile, expert_ffn_spec, tile_for
 from moe_jax.pallas_kernels.grouped_moe import Activation
 from moe_jax.pallas_kernels.prefill import (
     PrefillTile,
@@ -322,3 +322,28 @@ def test_C69_a_truncated_file_is_no_crash(tmp_path):
     tile, source = tuned_tile_for(1, 8, 128, 2048, 768, "bfloat16", DEVICE, source=SOURCE, folder=tmp_path)
     assert tile == tile_for(1, 8, 128, 2048, 768, "bfloat16")
     assert source.startswith("heuristic: tuned data nvidia-h200.json: content")
+
+
+def test_one_row_keeps_to_the_arithmetic_that_was_tuned_for_other_rows(tmp_path: Path) -> None:
+    """Its own kernel runs the instruction of 16 rows a warp; where others were tuned with another, it is not taken."""
+    sizes = (8, 128, 2048, 768, "bfloat16", DEVICE)
+    assert tuned_tile_for(1, *sizes, folder=tmp_path).tile.held
+    assert not tuned_tile_for(1, *sizes, capability=80, folder=tmp_path).tile.held
+    narrow = dataclasses.replace(tile_for(4, 4, 64, 2048, 768, "bfloat16"), block_m=32)
+    others = {"shape": [2048, 768, 64, 4], "dtype": "bfloat16", "tokens": 4, "tile": dataclasses.asdict(narrow)}
+    write(tmp_path, DEVICE, "expert_ffn", SOURCE, BUILDER, "2026-01-01", [others])
+    tile = tuned_tile_for(1, *sizes, source=SOURCE, folder=tmp_path).tile
+    assert (tile.block_m, tile.num_warps, tile.held) == (32, 4, 0)
+    swiglu = Activation(name="swiglu", layout="halves")
+    assert expert_ffn_spec(1, *sizes[:4], dtype="bfloat16", activation=swiglu, tile=tile).name == "expert_ffn"
+
+
+def test_a_change_of_the_kernel_for_one_row_makes_tuned_data_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    from moe_jax.pallas_kernels.experts import row_triton
+
+    before = source_hash("expert_ffn")
+    monkeypatch.setitem(row_triton.expert_ffn_row.fn.__globals__, "PAIRS", triton.language.constexpr(4))
+    source_hash.cache_clear()
+    assert source_hash("expert_ffn") != before
+    source_hash.cache_clear()

@@ -11,7 +11,7 @@ from typing import Protocol
 from moe_jax.pallas_kernels.errors import CudaError
 
 # That the end of a process waits for an engine which a thread without end still uses.
-SECONDS = 1.0
+EXIT_SECONDS = 1.0
 
 
 class Closable(Protocol):
@@ -34,7 +34,9 @@ def close_at_exit(engine: Closable) -> None:
 def _close() -> None:
     """JAX has registered its own end before, so this comes first: the device is still there."""
     for engine in list(_open):
-        if engine._lock.acquire(timeout=SECONDS):
-            with contextlib.suppress(CudaError):  # the others still want to be closed
-                engine.close()
-            engine._lock.release()
+        if engine._lock.acquire(timeout=EXIT_SECONDS):
+            try:
+                with contextlib.suppress(CudaError):  # the others still want to be closed
+                    engine.close()
+            finally:
+                engine._lock.release()

@@ -38,7 +38,7 @@ class Sequence:
 
 
 class Batch:
-    """Sequences that take steps together, for as long as none of them takes one in other company.
+    """Sequences that take steps together, for as long as nothing else adds to their tokens or moves their limits.
 
     Attributes:
         numbers: of the sequences, in the order of their rows.
@@ -51,7 +51,10 @@ class Batch:
         self._left = self._until_a_limit()
 
     def take(self, tokens: list[int]) -> bool:
-        """A token for each; whether some have ended. Sequences are looked at one by one only where some may have."""
+        """A token for each, in their order; whether some have ended.
+
+        They are looked at one by one only where some may have.
+        """
         for append, token in zip(self._appends, tokens, strict=True):
             append(token)
         self._left -= 1

@@ -2,8 +2,8 @@
 
 A step, per layer: norm and projection, append and attention in two launches, output projection with residual; norm and
 routing, grouping, experts with residual. Around them: embedding; final norm and head, sampling in three launches,
-bookkeeping. A prompt chunk appends in a launch of its own, before attention, and is otherwise the same without what
-comes after the layers: it only leaves keys and values.
+bookkeeping. A prompt chunk is the same without what comes after the layers: it only leaves keys and values. One of two
+rows or more appends in a launch of its own, before attention, as do more than 30 query heads of one key head.
 
 Memory: *weights* by name; *state* (`state_buffers`), which lasts; and ``scratch``, one piece of raw memory for
 everything between the launches of a step. A place in scratch lasts from the launch that writes it to the next launch

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..device import shared_memory
-
 MAX_ROWS = 64
 # Pairs of the kernel for one row, a warp for each.
 PAIRS = 8
@@ -25,7 +23,8 @@ class Tile:
         backoff: nanoseconds between two looks at an arrival count.
         spread: 32-bit words between the arrival counts of two blocks; 32 gives each a cache line.
         held: for one row, steps of the down product whose weights a program asks for before it waits for gate-up; the
-            last ``late`` of them need not have come when the wait begins. 0: the kernel of any number of rows.
+            last ``late`` of them need not have come when the wait begins. 0: the kernel of any number of rows. Of the
+            rest the other one, of 8 warps, takes ``num_stages``, ``block_k``, ``backoff`` and ``spread``.
     """
 
     block_m: int
@@ -66,8 +65,14 @@ def tile_for(
         block_m=64, block_k=128, num_warps=4, block_n=block_n, num_stages=stages, lag=8 if tokens == 1 else 24,
         programs=programs, backoff=100, spread=32,
     )  # fmt: skip
-    # The kernel for one row has a program for 16 outputs, which fills a multiprocessor: they should be about as many.
-    fills = PAIRS // 2 < top_k <= PAIRS and 96 <= -(-hidden // 16) <= 132 and shared_memory(capability) > 163
-    if tokens == 1 and fills and inner <= 1536:
+    # The kernel for one row has a program for 16 outputs, which fills a multiprocessor: they should be about as many as
+    # a 9.0 has, whose matrix instruction is the one that gives both kernels equal bits. Wider I was not compiled.
+    fills = PAIRS // 2 < top_k <= PAIRS and 96 <= -(-hidden // 16) <= 132 and inner <= 1536
+    if tokens == 1 and fills and 90 <= capability < 100:
         return replace(tile, num_stages=6, held=6, late=2)
     return tile
+
+
+def of_one_arithmetic(tile: Tile) -> Tile:
+    """The tile, without the kernel for one row where its matrix instruction is not that of other row counts' tiles."""
+    return tile if tile.block_m == 16 * tile.num_warps else replace(tile, held=0, late=0)

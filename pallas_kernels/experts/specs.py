@@ -8,7 +8,7 @@ from ..errors import InvalidArgument
 from ..grouped_moe.activation import Activation
 from ..plan.specs import block_count, power_of_two
 from ..spec import Argument, KernelSpec, check_float
-from .heuristics import MAX_ROWS, PAIRS, Tile, down_split, tile_for
+from .heuristics import MAX_ROWS, PAIRS, Tile, down_split, of_one_arithmetic, tile_for
 from .reference import expert_ffn as reference
 
 # The kernel for one row: outputs of a program, and reduced elements a step of its gate-up tiles.
@@ -45,6 +45,9 @@ def expert_ffn_spec(
     as `Argument` says.
     Output: ``out`` ``[T, H]``.
 
+    With ``tile.held`` the kernel is `row_triton`'s, of one row: the same inputs and bits, and no ``pair``. Device data
+    is not checked: every expert that a row names must have a slot from 0 to S - 1.
+
     Args:
         dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``, of activations and weights; sums are f32.
         slots: rows S of the weight stacks when experts live in slots; None: expert e is row e.
@@ -52,7 +55,7 @@ def expert_ffn_spec(
         pdl: launch while the kernel before still runs (sm_90).
 
     Raises:
-        InvalidArgument: rows, dtype or tile out of range.
+        InvalidArgument: rows, dtype or tile out of range; ``tile.held`` for more than its kernel takes.
     """
     where = "expert_ffn_spec"
     if not 1 <= tokens <= MAX_ROWS:
@@ -178,15 +181,15 @@ def _row_spec(
     """`expert_ffn_spec` of one row, by the kernel that holds down weights while it waits."""
     tokens, top_k, experts, hidden, inner = sizes
 
-    def check(found: bool, got: object, wanted: str) -> None:
-        if not found:
+    def check(holds: bool, got: object, wanted: str) -> None:
+        if not holds:
             raise InvalidArgument("tile.held", where="expert_ffn_spec", got=got, wanted=wanted)
 
     check(tokens == 1, f"{tokens} rows", "0, or one row")
     check(top_k <= PAIRS, f"{top_k} experts a row", f"0, or at most {PAIRS} experts a row")
     check(dtype != "float32" and down_split(inner) == 1, f"{dtype}, I={inner}", "0, or 16 bits and one part of I")
-    got = f"{tile.block_m} rows by {tile.num_warps} warps"
-    check(16 * tile.num_warps == tile.block_m, got, "0, or 4 warps for 64 rows")
+    # Else other row counts run another matrix instruction, whose bits may differ.
+    check(of_one_arithmetic(tile) is tile, f"{tile.block_m} rows by {tile.num_warps} warps", "0, or 16 rows a warp")
     check(0 <= tile.late <= tile.held, f"held={tile.held}, late={tile.late}", "late of at most held")
     from .row_triton import expert_ffn_row as kernel
 

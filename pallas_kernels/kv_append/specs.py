@@ -62,7 +62,10 @@ def kv_append_spec(
     from .triton import kv_append as kernel
 
     block, width = block_heads(heads, kv_heads), (heads + 2 * kv_heads) * dim
-    gains = {None: (1, 1), "head": (dim, dim), "projection": (heads * dim, kv_heads * dim)}[norm]
+    of_norm = {None: (1, 1), "head": (dim, dim), "projection": (heads * dim, kv_heads * dim)}
+    if norm not in of_norm:
+        raise InvalidArgument("norm", where=where, got=repr(norm), wanted="None, 'head' or 'projection'")
+    gains = of_norm[norm]
     of_pages = (pages, kv_heads, page_size, dim)
     arguments = (
         Argument("qkv_ptr", dtype, (rows, width), "in"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import InvalidArgument
-from ..experts.heuristics import Tile, tile_for
+from ..experts.heuristics import Tile, of_one_arithmetic, tile_for
 from ..experts.specs import expert_ffn_spec
 from ..grouped_moe.activation import Activation
 from .lookup import DATA, Found, lookup
@@ -84,7 +84,8 @@ def tuned_tile_for(
     """`experts.tile_for` where there is no tuned data for the kind of device, as JAX names it."""
     base = tile_for(tokens, top_k, experts, hidden, inner, dtype, capability=capability)
     shape = (hidden, inner, experts, top_k)
-    return choose("expert_ffn", base, shape, tokens, dtype, device_kind, source=source, folder=folder)
+    found = choose("expert_ffn", base, shape, tokens, dtype, device_kind, source=source, folder=folder)
+    return found._replace(tile=of_one_arithmetic(found.tile))
 
 
 @functools.cache
@@ -95,8 +96,11 @@ def source_hash(op: str) -> str:
         InvalidArgument: no such operation.
     """
     if op == "expert_ffn":
-        activation = Activation(name="swiglu", layout="halves")
-        return expert_ffn_spec(1, 1, 1, 64, 64, dtype="bfloat16", activation=activation).source_hash
+        # Of both kernels: the tile says which of them one row takes.
+        tile, swiglu = tile_for(1, 1, 1, 64, 64, "bfloat16"), Activation(name="swiglu", layout="halves")
+        tiles = (tile, dataclasses.replace(tile, held=1))
+        specs = [expert_ffn_spec(1, 1, 1, 64, 64, dtype="bfloat16", activation=swiglu, tile=tile) for tile in tiles]
+        return hashlib.sha256("\n".join(spec.source_hash for spec in specs).encode()).hexdigest()
     if op not in _SOURCES:
         wanted = ", ".join(["expert_ffn", *_SOURCES])
         raise InvalidArgument("operation", where="source_hash", got=repr(op), wanted=wanted)

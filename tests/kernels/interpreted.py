@@ -203,7 +203,7 @@ def test_one_row_holding_weights_without_some_of_its_experts():
     [
         ({}, (2, 2, 4, 64, 40), "one row"),
         ({}, (1, 9, 12, 64, 40), "8 experts a row"),
-        ({"block_m": 32}, (1, 2, 4, 64, 40), "4 warps for 64 rows"),
+        ({"block_m": 32}, (1, 2, 4, 64, 40), "16 rows a warp"),
         ({"late": 3}, (1, 2, 4, 64, 40), "at most held"),
         ({}, (1, 2, 4, 64, 7168), "one part of I"),
     ],

@@ -45,6 +45,7 @@ def test_other_heads_compile(heads, kv_heads, dim):
         ((1, 4, 4, 64), {"page_size": 24}, "got 24"),
         ((0, 4, 4, 64), {}, "rows: got 0"),
         ((1, 4, 4, 64), {"dtype": "float64"}, "float64"),
+        ((1, 4, 4, 64), {"norm": "heads"}, "norm: got 'heads'"),
     ],
 )
 def test_refusals(arguments, options, message):
