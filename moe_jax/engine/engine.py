@@ -170,10 +170,11 @@ class Engine:
     def live(self) -> tuple[int, ...]:
         """Sequences that the next step gives a token to, in the order in which they joined."""
         with self._lock:
-            if self._live is None:
+            live = self._live
+            if live is None:
                 held = list(self._sequences.items())  # a stream that is collected meanwhile gives up its own
-                self._live = tuple(n for n, sequence in held if not (sequence.ended or sequence.inner))
-            return self._live
+                live = self._live = tuple(n for n, sequence in held if not (sequence.ended or sequence.inner))
+            return live
 
     def warmup(self, prompts: Items[int] = ()) -> None:
         """Make every call that first steps and prompts would pay for: nothing is compiled, loaded, captured afterwards.
@@ -465,23 +466,27 @@ class Engine:
         rows = len(numbers)
         bucket = self._bucket(self.decode_buckets, rows)
         self._lay_out(numbers)
+        live, batch = self._live, self._batch
+        if batch is None or batch.numbers != numbers:
+            batch = Batch((self._sequences[number] for number in numbers), self._stops)
+        steps = batch.steps
         try:
+            # Remembered again only when the step is whole: an interrupt may come between any two lines.
+            self._live = self._batch = None
             certificate = self._certificate(rows, bucket)
             outcome = self.graphs.step(self._steps.decode[bucket], certificate, self.memory.table)
             tokens = self.memory.read("token", rows).tolist()
+            if not batch.take(tokens):
+                self._live, self._batch = live, batch
+            self._last = outcome, rows, bucket
+            return dict(zip(numbers, tokens, strict=True))
         except BaseException as error:
             # What the device has made of them is not known: the next step writes them anew, from before this one.
-            self._on_device = None
+            batch.return_to(steps)
+            self._live = self._batch = self._on_device = None
             self._doubtful.update(numbers)
             self._last = f"failed: {error}"
             raise
-        self._last = outcome, rows, bucket
-        batch = self._batch
-        if batch is None or batch.numbers != numbers:
-            batch = self._batch = Batch((self._sequences[number] for number in numbers), self._stops)
-        if batch.take(tokens):
-            self._live = None
-        return dict(zip(numbers, tokens, strict=True))
 
     def _forget(self, number: int) -> None:
         """Takes the lock. Pages are given to others at once: what reads them was queued before what will write them."""

@@ -38,35 +38,42 @@ class Sequence:
 
 
 class Batch:
-    """Sequences that take steps together, for as long as nothing else adds to their tokens or moves their limits.
+    """Sequences that take steps together, for as long as none ends and nothing else adds to their tokens.
 
     Attributes:
         numbers: of the sequences, in the order of their rows.
+        steps: taken.
     """
 
     def __init__(self, sequences: Iterable[Sequence], stops: frozenset[int]):
         self._sequences, self._stops = tuple(sequences), stops
         self.numbers = tuple(sequence.number for sequence in self._sequences)
         self._appends = tuple(sequence.tokens.append for sequence in self._sequences)
-        self._left = self._until_a_limit()
+        self._held = tuple(len(sequence.tokens) for sequence in self._sequences)
+        self._least = min(sequence.limit - len(sequence.tokens) for sequence in self._sequences)
+        self.steps = 0
 
     def take(self, tokens: list[int]) -> bool:
         """A token for each, in their order; whether some have ended.
 
-        They are looked at one by one only where some may have.
+        They are looked at one by one only where some may have ended.
         """
         for append, token in zip(self._appends, tokens, strict=True):
             append(token)
-        self._left -= 1
-        if self._left > 0 and self._stops.isdisjoint(tokens):
+        self.steps += 1
+        if self.steps < self._least and self._stops.isdisjoint(tokens):
             return False
         for sequence, token in zip(self._sequences, tokens, strict=True):
             sequence.ended = token in self._stops or len(sequence.tokens) >= sequence.limit
-        self._left = self._until_a_limit()
         return any(sequence.ended for sequence in self._sequences)
 
-    def _until_a_limit(self) -> int:
-        return min(sequence.limit - len(sequence.tokens) for sequence in self._sequences)
+    def return_to(self, steps: int) -> None:
+        """Be as after so many steps, also where a later one was taken only in part."""
+        self.steps = steps
+        for sequence, held in zip(self._sequences, self._held, strict=True):
+            if len(sequence.tokens) > held + steps:
+                del sequence.tokens[held + steps :]
+                sequence.ended = False
 
 
 @dataclass

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from moe_jax.engine.sequences import Batch, Sequence
 from moe_jax.sampling import sampling
 
@@ -38,9 +40,15 @@ def test_a_batch_ends_each_sequence_with_the_token_that_a_look_at_every_one_woul
                 break
 
 
-def test_a_batch_goes_on_after_one_of_it_has_ended():
-    short, long = sequence(0, 1, 3), sequence(1, 1, 6)
-    batch = Batch([short, long], STOPS)
-    assert [batch.take([2, 2]) for _ in range(2)] == [False, True]
-    assert (short.ended, long.ended) == (True, False)
-    assert batch.take([2, 9]) and long.ended
+@pytest.mark.parametrize("appended", range(4))
+def test_what_was_taken_only_in_part_is_taken_back(appended):
+    together = [sequence(n, 2, 4) for n in range(3)]
+    batch = Batch(together, STOPS)
+    assert not batch.take([2, 3, 4])
+    for one in together[:appended]:
+        one.tokens.append(7)
+        one.ended = True
+    batch.return_to(1)
+    assert [one.tokens for one in together] == [[1, 1, 2], [1, 1, 3], [1, 1, 4]]
+    assert not any(one.ended for one in together)
+    assert batch.take([2, 2, 2])
