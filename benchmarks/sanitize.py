@@ -75,19 +75,17 @@ def experts(rng: np.random.Generator) -> Iterator[Case]:
     from moe_jax.pallas_kernels.plan import plan_spec
 
     swiglu, relu2 = Activation(name="swiglu", layout="halves"), Activation(name="relu2", layout=None)
+    everything = {"gate_up_bias": True, "down_bias": True, "residual": True, "slots": 9}
     # One row has a kernel of its own, at sizes larger than these unless its tile is given.
-    row = {"held": 2, "late": 1}
-    cases: list[tuple[int, str, Any, dict[str, Any]]] = [
-        (1, "float16", swiglu, {}),
-        (1, "float16", swiglu, row | {"gate_up_bias": True, "down_bias": True, "residual": True, "slots": 9}),
-        (TOKENS, "float16", swiglu, {"gate_up_bias": True, "down_bias": True, "residual": True, "slots": 9}),
-        (33, "float32", relu2, {}),
-        (33, "bfloat16", swiglu, {}),
+    cases: list[tuple[int, str, Any, dict[str, int], dict[str, Any]]] = [
+        (1, "float16", swiglu, {}, {}),
+        (1, "float16", swiglu, {"held": 2, "late": 1}, everything),
+        (TOKENS, "float16", swiglu, {}, everything),
+        (33, "float32", relu2, {}, {}),
+        (33, "bfloat16", swiglu, {}, {}),
     ]
-    for tokens, dtype, activation, options in cases:
+    for tokens, dtype, activation, changes, options in cases:
         given, launches = ids(rng, tokens), []
-        changes = {name: options[name] for name in row if name in options}
-        options = {name: value for name, value in options.items() if name not in row}
         tile = replace(tile_for(tokens, TOP_K, EXPERTS, HIDDEN, INNER, dtype), **changes)
         if "slots" in options:
             given["weight_row_ptr"] = rng.permutation(9)[:EXPERTS].astype(np.int32)

@@ -15,28 +15,24 @@ EXIT_SECONDS = 1.0
 
 
 class Closable(Protocol):
-    """What has a lock, and is closed under it."""
-
-    _lock: threading.RLock
-
     def close(self) -> None: ...
 
 
-_open: weakref.WeakSet[Closable] = weakref.WeakSet()
+_open: weakref.WeakKeyDictionary[Closable, threading.RLock] = weakref.WeakKeyDictionary()
 
 
-def close_at_exit(engine: Closable) -> None:
-    """Close it when the process ends, if it is still there and open."""
-    _open.add(engine)
+def close_at_exit(engine: Closable, lock: threading.RLock) -> None:
+    """Close it under its lock when the process ends, if it is still there."""
+    _open[engine] = lock
 
 
 @atexit.register
 def _close() -> None:
     """JAX has registered its own end before, so this comes first: the device is still there."""
-    for engine in list(_open):
-        if engine._lock.acquire(timeout=EXIT_SECONDS):
+    for engine, lock in list(_open.items()):
+        if lock.acquire(timeout=EXIT_SECONDS):
             try:
                 with contextlib.suppress(CudaError):  # the others still want to be closed
                     engine.close()
             finally:
-                engine._lock.release()
+                lock.release()

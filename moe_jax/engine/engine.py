@@ -158,7 +158,7 @@ class Engine:
         self._last: str | tuple[Outcome, int, int] = "no step was made"
         self._unusable: str | None = None
         self._lock = threading.RLock()
-        close_at_exit(self)
+        close_at_exit(self, self._lock)
 
     def __enter__(self) -> Engine:
         return self

@@ -385,9 +385,7 @@ def _attention(g: Geometry, rows: int, rows_of_sequence: int, i: int) -> Iterato
     given |= {**state, **pages}
     # A program of the launch that does both has the new key and value beside its queries.
     if rows_of_sequence == 1 and c.heads <= (MAX_BLOCK_M - 2) * c.kv_heads:
-        attend, combine = _spec(
-            g, decode_attention_specs, *sizes, dtype=g.dtype, **cache, **of_append, **of_attention
-        )  # fmt: skip
+        attend, combine = _spec(g, decode_attention_specs, *sizes, dtype=g.dtype, **cache, **of_append, **of_attention)
         yield Call(attend, given)
     else:
         yield Call(_spec(g, kv_append_spec, *sizes, dtype=g.dtype, **cache, **of_append), given)

@@ -95,26 +95,11 @@ def attend(
 
 
 def append_attend(
-    qkv: Float[Array, "T rows"],
-    q_gain: Float[Array, " q"],
-    k_gain: Float[Array, " k"],
-    cos: Float32[Array, "P half"],
-    sin: Float32[Array, "P half"],
-    position: Int32[Array, " T"],
-    sequence: Int32[Array, " T"],
-    table: Int32[Array, "S pages"],
-    k_pages: Float[Array, "N kv_heads page D"],
-    v_pages: Float[Array, "N kv_heads page D"],
-    *,
-    norm: QkNorm | None,
-    eps: float,
-    clip: float | None,
-    **cut: Any,
+    *inputs: Array, norm: QkNorm | None, eps: float, clip: float | None, **cut: Any
 ) -> tuple[Array, Array, Array, Array]:
-    """`kv_append` and the first launch: new pages, and what `attend` returns."""
-    k_pages, v_pages, q = kv_append(
-        qkv, q_gain, k_gain, cos, sin, position, sequence, table, k_pages, v_pages, norm=norm, eps=eps, clip=clip
-    )
+    """`kv_append`, whose arrays ``inputs`` are, and the first launch: new pages, and what `attend` returns."""
+    position, sequence, table = inputs[5:8]
+    k_pages, v_pages, q = kv_append(*inputs, norm=norm, eps=eps, clip=clip)
     return k_pages, v_pages, *attend(q, k_pages, v_pages, table, position, sequence, **cut)
 
 

@@ -1,4 +1,4 @@
-"""Decode attention bound to shapes: two launches, over splits and over their results."""
+"""Decode attention bound to shapes: two launches, over splits and over their results; the first may append as well."""
 
 from __future__ import annotations
 
@@ -157,13 +157,16 @@ class _Sizes(NamedTuple):
     """What the launches of attention have in common.
 
     Attributes:
+        rows, heads, kv_heads, dim: as they were given.
+        longest: keys that a row of the block table has places for.
         slots: places for the results of pieces.
         shape: constants of both launches.
-        constants: all constants of the first one.
+        constants: those of the first one, where it does not append.
         outputs: its last arguments.
         launch: how it is launched.
         of_reference: what its reference takes besides arrays.
         cut: how keys are cut.
+        combine_warps: of the second launch.
     """
 
     rows: int

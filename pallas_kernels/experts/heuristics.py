@@ -51,7 +51,7 @@ def tile_for(
     """The tile for a launch of at most `MAX_ROWS` rows.
 
     Args:
-        capability: of the device; says what fits its shared memory.
+        capability: of the device, 90 for 9.0; says whether one row has a kernel of its own.
     """
     if dtype == "float32":
         return Tile(

@@ -1,4 +1,4 @@
-"""The expert block of one row, where its experts' down weights fit the registers of the device.
+"""The expert block of one row, where its experts' down weights fit shared memory and registers of the device.
 
 Programs first share the gate-up tiles. Each then asks for its own weights of the down product, 16 outputs of every
 expert, and only after that waits for all gate-up tiles: memory goes on streaming while the activations are handed over.
@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from . import heuristics
 from .triton import gate_up_tile, multiply_add, pause
 
-PAIRS = tl.constexpr(8)
-"""Warps of a program, one for each of a token's pairs."""
+PAIRS = tl.constexpr(heuristics.PAIRS)
 
 
 @triton.jit

@@ -197,9 +197,7 @@ def _row_spec(
     # The fewest lines with which a program has one gate-up tile at most: a multiprocessor reads no faster than its
     # share of the device's rate, so all have to read the same.
     lines = next((n for n in range(16, 16 * PAIRS, 16) if top_k * -(-rows // n) <= programs), 16 * PAIRS)
-    inputs = _inputs(
-        sizes, dtype, rows, slots, gate_up_bias, down_bias, residual, ((1,), (1,))
-    )  # fmt: skip
+    inputs = _inputs(sizes, dtype, rows, slots, gate_up_bias, down_bias, residual, ((1,), (1,)))
     return KernelSpec(
         name="expert_ffn_row",
         function=kernel,

@@ -16,6 +16,8 @@ from moe_jax.pallas_kernels.plan import plan_spec
 from moe_jax.pallas_kernels.plan.reference import plan_blocks
 
 SMALL = Tile(block_m=32, block_k=32, num_warps=4, block_n=8, num_stages=3, lag=2, programs=5, backoff=0, spread=3)
+# The kernel for one row; reductions of more steps than it holds.
+HOLDING = dataclasses.replace(SMALL, block_m=64, held=2, late=1)
 
 
 def run(spec, rng, ids, scale):
@@ -31,13 +33,19 @@ def agrees(spec, made):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: f"{a.name}-{a.layout}-{a.limit_after}")
-def test_every_activation_with_biases_slots_and_residual(activation):
+@pytest.mark.parametrize(
+    ("name", "tokens", "k", "inner", "dtype", "tile"),
+    [("expert_ffn", 5, 2, 40, "float32", SMALL), ("expert_ffn_row", 1, 5, 136, "float16", HOLDING)],
+    ids=["rows", "one_row"],
+)
+def test_every_activation_with_biases_slots_and_residual(name, tokens, k, inner, dtype, tile, activation):
     rng = np.random.default_rng(1)
-    ids, scale = routing(rng, 5, 6, 2)
+    ids, scale = routing(rng, tokens, 6, k)
     spec = expert_ffn_spec(
-        5, 2, 6, 72, 40, dtype="float32", activation=activation, slots=9, gate_up_bias=True, down_bias=True,
-        residual=True, tile=SMALL,
+        tokens, k, 6, 72, inner, dtype=dtype, activation=activation, slots=9, gate_up_bias=True, down_bias=True,
+        residual=True, tile=tile,
     )  # fmt: skip
+    assert spec.name == name
     agrees(spec, run(spec, rng, ids, scale))
 
 
@@ -159,22 +167,6 @@ def test_bfloat16_is_refused():
     spec = expert_ffn_spec(1, 2, 4, 64, 40, dtype="bfloat16", activation=ACTIVATIONS[0])
     with pytest.raises(CannotServe, match="bfloat16"):
         interpret(spec, {})
-
-
-HOLDING = dataclasses.replace(SMALL, block_m=64, held=2, late=1)
-"""The kernel for one row; reductions of more steps than it holds."""
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: f"{a.name}-{a.layout}-{a.limit_after}")
-def test_one_row_holding_weights_with_every_activation(activation):
-    rng = np.random.default_rng(20)
-    ids, scale = routing(rng, 1, 6, 5)
-    spec = expert_ffn_spec(
-        1, 5, 6, 72, 136, dtype="float16", activation=activation, slots=9, gate_up_bias=True, down_bias=True,
-        residual=True, tile=HOLDING,
-    )  # fmt: skip
-    assert spec.name == "expert_ffn_row"
-    agrees(spec, run(spec, rng, ids, scale))
 
 
 @pytest.mark.parametrize(("k", "inner", "held", "late"), [(8, 64, 2, 2), (1, 40, 6, 0), (7, 200, 1, 1), (8, 96, 3, 0)])
