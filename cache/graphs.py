@@ -167,15 +167,23 @@ class Graphs:
     def grow(self, table: ResourceTable, name: str, make: Callable[[], Resource]) -> Resource:
         """Give an arena larger memory: wait for the work in flight, make the new one, invalidate what names the old.
 
+        Steps of other threads wait until it is there. What others write into the arena on ``stream`` themselves is
+        theirs to hold back meanwhile.
+
         Args:
-            make: allocates, and brings over what must stay. If it raises nothing has changed.
+            make: allocates, and brings over what must stay; copies on ``stream`` need not be waited for. If it raises
+                nothing has changed.
 
         Returns:
-            what the arena had before.
+            what the arena had before; nothing on ``stream`` uses it any more.
         """
         with self._guard():
             self._store.drain()
-            old = table.grow(name, make())
+            resource = make()
+            # The caller lets go of the old memory, which copies that `make` has queued may still read.
+            self._runner.finish(resource)
+            self._store.drain()
+            old = table.grow(name, resource)
             self._observe(table)
             return old
 

@@ -131,9 +131,9 @@ class Runner:
             launch()
         except CudaError:
             self._counters.launch_error += 1
-            self._finish(holds)
+            self.finish(holds)
             raise
-        return self._finish(holds)
+        return self.finish(holds)
 
     def _bound(self, entry: Entry | None, plan: Plan | None, launches: LaunchList, table: ResourceTable) -> Binding:
         """Kernels and addresses with a claim on the memory; those remembered, where they are still right."""
@@ -246,7 +246,8 @@ class Runner:
         if event is None:
             self._store.forget(entry.plan.key)
 
-    def _finish(self, holds: object) -> Any:
+    def finish(self, holds: object) -> Any:
+        """An event behind what was queued, until which ``holds`` is kept; None where it had to be waited for."""
         event = self._recorded(None)
         if event is not None:
             self._store.in_flight(event, holds)

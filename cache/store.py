@@ -6,6 +6,7 @@ of its memory are dropped after it. Device memory of a graph is an estimate (CUD
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -193,8 +194,8 @@ class GraphStore:
             self.destroy(executable, event, binding)
 
     def destroy(self, graph: Any, event: Any = None, holds: object = None) -> None:
-        """Wait for an event and give a graph back. One that CUDA does not take is kept, with all it holds, for the next
-        try.
+        """Wait for an event and give a graph back. One that is not taken is kept, with all it holds, for the next try;
+        errors other than those of CUDA pass.
         """
         try:
             if event is not None and not self._runtime.event_done(event):
@@ -205,6 +206,9 @@ class GraphStore:
         except CudaError:
             self._counters.destroy_errors += 1
             self._undestroyed.append((graph, event, holds))
+        except BaseException:
+            self._undestroyed.append((graph, event, holds))
+            raise
 
     def in_flight(self, event: Any, holds: object) -> None:
         """Keep what a direct step uses until its event is done."""
@@ -219,10 +223,8 @@ class GraphStore:
             raise
         except CudaError:
             pass  # not known to be done: asked again at the next step
-        if self._undestroyed:
-            again, self._undestroyed = self._undestroyed, []
-            for item in again:
-                self.destroy(*item)
+        for _ in range(len(self._undestroyed)):
+            self.destroy(*self._undestroyed.pop(0))
 
     def drain(self) -> None:
         """Wait for everything in flight."""
@@ -234,9 +236,21 @@ class GraphStore:
                 self._runtime.wait(entry.event)
 
     def clear(self) -> None:
-        """Destroy everything, each when it is done."""
-        for key in list(self.entries):
-            self.forget(key)
+        """Destroy everything, each when it is done. An error keeps no other graph from its turn; the first is raised.
+
+        A lost context takes nothing back, so a sticky error is raised at once.
+        """
+        keys = list(self.entries)
+        for number, key in enumerate(keys, 1):
+            try:
+                self.forget(key)
+            except StickyError:
+                raise
+            except Exception:
+                for other in keys[number:]:
+                    with contextlib.suppress(Exception):
+                        self.forget(other)
+                raise
         self.drain()
         self.collect()
 

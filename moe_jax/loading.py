@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from .checkpoint import load_module
+from .checkpoint.files import whole
 from .errors import InvalidArgument
 from .model import Model
 from .tokenizer import Tokenizer
@@ -45,7 +46,7 @@ def load(
     """
     folder = checkpoint_folder(path)
     config, module = load_module(folder, dtype=dtype, device=_device(device), progress=progress, strict=strict)
-    return Model(config, module, Tokenizer.from_folder(folder))
+    return Model(config, module, Tokenizer.from_folder(whole(folder)))
 
 
 def _device(device: str | jax.Device | None) -> jax.Device | None:

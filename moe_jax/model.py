@@ -18,10 +18,10 @@ from moe_jax.cache import Executables, program_key
 from moe_jax.errors import InvalidArgument
 
 from . import generation, serving
-from .models.config import ModelConfig
+from .models.config import ModelConfig, shown
 from .sampling import Sampling, sampling
 from .serving import GraphsMode
-from .tokenizer import Tokenizer, remove_tokenizer
+from .tokenizer import Tokenizer
 
 Tokens = Int32[np.ndarray, "B N"]
 Logprobs = Float32[np.ndarray, "B N"]
@@ -52,6 +52,13 @@ class Model:
         self._programs: tuple[tuple[Any, ...], Executables, str] | None = None
         self._serving: serving.Serving | None = None
         self._served = "generate was not called"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of copies and pickles: programs and the engine stay behind, and a copy makes its own when it needs them.
+
+        ``copy.copy`` shares module and tokenizer, ``copy.deepcopy`` has arrays of its own.
+        """
+        return self.__dict__ | {"_programs": None, "_serving": None, "_served": "generate was not called"}
 
     @property
     def executables(self) -> Executables:
@@ -198,7 +205,7 @@ class Model:
             raise InvalidArgument(
                 "prompt and max_new_tokens together",
                 where=where,
-                got=f"{longest} + {count} tokens",
+                got=f"{longest} + {shown(count)} tokens",
                 wanted=f"at most max_positions={self.config.max_positions}",
             )
         ends = generation.parse_stop(stop, self.config.eos_token_ids, self.config.vocab_size, self.tokenizer)
@@ -232,15 +239,12 @@ class Model:
     def save(self, path: str | Path) -> None:
         """Write a Hugging Face folder: config, weights, and the tokenizer's files if there is one.
 
-        A checkpoint that was in the folder is replaced, its tokenizer too, or removed when this model has none.
+        A checkpoint that was in the folder is replaced, its tokenizer too, or removed when this model has none. A save
+        that fails leaves the old checkpoint or the new one, whole.
         """
         from moe_jax.checkpoint import save_module
 
-        save_module(self.config, self.module, path)
-        if self.tokenizer is None:
-            remove_tokenizer(path)
-        else:
-            self.tokenizer.save(path)
+        save_module(self.config, self.module, path, tokenizer=self.tokenizer)
 
     def _on_engine(
         self,
@@ -312,7 +316,10 @@ class Model:
                 raise InvalidArgument(
                     "empty prompt", where=where, got=f"no token in prompt {index}", wanted="at least one token"
                 )
-            self._check_ids(f"{where}[{index}]", np.asarray(row))
+            ids = np.asarray(row)
+            if not np.issubdtype(ids.dtype, np.integer) and all(_kind(item) == "id" for item in row):
+                ids = np.asarray(row, object)  # no dtype of integers holds them all
+            self._check_ids(f"{where}[{index}]", ids)
         return rows
 
     def _row(self, prompt: Any) -> list[int]:
@@ -329,14 +336,15 @@ class Model:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.chat(prompt)
 
     def _check_ids(self, where: str, ids: np.ndarray) -> None:
-        if not np.issubdtype(ids.dtype, np.integer):
+        long = ids.dtype == object and all(_kind(item) == "id" for item in ids.flat)
+        if not (long or np.issubdtype(ids.dtype, np.integer)):
             raise InvalidArgument("type of tokens", where=where, got=ids.dtype.name, wanted="integers")
         outside = ids[(ids < 0) | (ids >= self.config.vocab_size)]
         if outside.size:
             raise InvalidArgument(
                 "token out of the vocabulary",
                 where=where,
-                got=int(outside[0]),
+                got=shown(int(outside[0])),
                 wanted=f"0 to {self.config.vocab_size - 1}",
             )
 

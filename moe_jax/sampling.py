@@ -6,8 +6,8 @@ own logits and on nothing else in the batch. All parameters are device data: cha
 
 from __future__ import annotations
 
-import math
 import operator
+import sys
 from typing import NamedTuple
 
 import jax
@@ -51,7 +51,7 @@ def sampling(temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> Sam
     def number(value: object) -> bool:
         return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
-    if not (number(temperature) and math.isfinite(temperature) and temperature >= 0):
+    if not (number(temperature) and 0 <= temperature <= sys.float_info.max):
         raise InvalidArgument("temperature", where=where, got=repr(temperature), wanted="a finite number, 0 or more")
     if not (number(top_p) and 0 < top_p <= 1):
         raise InvalidArgument("top_p", where=where, got=repr(top_p), wanted="a number over 0, at most 1")

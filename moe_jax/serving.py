@@ -5,6 +5,7 @@ Importing this loads no engine: a model on a CPU never does, unless `generate` i
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
@@ -147,9 +148,16 @@ class Serving:
 
     A call has places and pages of its own for as long as it runs, so no call waits for another. Where too few are free,
     a larger engine is made (powers of two), and the one before closes when the last call on it has ended.
+
+    One engine is made at a time, which may take minutes: two threads that need one must not fill the device with two,
+    and what the first makes often serves the second. So those that need an engine wait for each other, and so does
+    `close`; calls that the engine there is can serve begin and end meanwhile.
     """
 
+    # `_making` is held while an engine is made, `_lock` for moments, by whoever reads or changes what is below. Where
+    # both are, `_making` is taken first.
     def __init__(self) -> None:
+        self._making = threading.RLock()
         self._kept: _Kept | None = None
         self._unclosed: list[Engine] = []
         self._failed: tuple[_Mark, Size, str] | None = None
@@ -168,24 +176,15 @@ class Serving:
         Raises:
             MoeJaxError: an engine that was named cannot be made.
         """
-        with self._lock:
-            size, kept = self._size(source, need)
-            if kept is None and automatic and self._failed is not None:
-                mark, least, why = self._failed
-                if size.covers(least) and mark.fits(source):
-                    return why
-            try:
-                kept = kept or self._made(source, size)
-            except (CannotServe, InvalidArgument, CudaError) as error:
-                if not automatic or isinstance(error, StickyError):
-                    raise
-                if self._kept is None:  # else there may be room for it when the calls that run now have ended
-                    self._failed = _Mark(source), size, str(error)
-                return str(error)
-            if not automatic:
-                self._failed = None
-            kept.take(need, 1)
-        steps = self._steps(kept, need, columns)
+        found = self._taken(source, need, automatic)
+        if isinstance(found, Size):
+            with self._making:
+                found = self._taken(source, need, automatic)  # another thread may have made what serves this one too
+                if isinstance(found, Size):
+                    found = self._made(source, found, need, automatic)
+        if isinstance(found, str):
+            return found
+        steps = self._steps(found, need, columns)
         # Begun here, so that an iterator that is dropped unread gives its places back as well.
         next(steps)
         return steps
@@ -201,19 +200,44 @@ class Serving:
         """Keep no engine. Calls that run on it go on, and the last of them closes it.
 
         Raises:
-            CudaError: an engine could not be closed; the next call tries again.
+            CudaError: or another, the first of an engine that could not be closed; the next call tries again.
         """
-        with self._lock:
-            self._retire()
+        with self._making, self._lock:
             self._failed = None
-            while self._unclosed:
-                self._unclosed[-1].close()
-                self._unclosed.pop()
+            with contextlib.suppress(Exception):
+                self._retire()  # an engine that does not close is tried again with the others
+            engines = list(self._unclosed)
+            for number, engine in enumerate(engines, 1):
+                try:
+                    self._close(engine)
+                except Exception:
+                    for other in engines[number:]:
+                        with contextlib.suppress(Exception):
+                            self._close(other)
+                    raise
 
     # Inside; the lock is held, but where it is taken.
 
+    def _taken(self, source: Source, need: Size, automatic: bool) -> _Kept | Size | str:
+        """Takes the lock. The engine there is, room for a call taken; or the size of one to be made; or why none is."""
+        with self._lock:
+            size, kept = self._size(source, need)
+            if kept is not None:
+                if not automatic:
+                    self._failed = None
+                kept.take(need, 1)
+                return kept
+            if automatic and self._failed is not None:
+                mark, least, why = self._failed
+                if size.covers(least) and mark.fits(source):
+                    return why
+            return size
+
     def _retire(self) -> None:
         kept, self._kept = self._kept, None
+        self._retired(kept)
+
+    def _retired(self, kept: _Kept | None) -> None:
         if kept is not None:
             kept.retired = True
             self._close_if_done(kept)
@@ -221,10 +245,13 @@ class Serving:
     def _close_if_done(self, kept: _Kept) -> None:
         """An engine that cannot be closed is no reason for a call to lose its tokens: `close` tries again."""
         if kept.done:
-            try:
-                kept.engine.close()
-            except CudaError:
-                self._unclosed.append(kept.engine)
+            self._unclosed.append(kept.engine)
+            with contextlib.suppress(CudaError):
+                self._close(kept.engine)
+
+    def _close(self, engine: Engine) -> None:
+        engine.close()
+        self._unclosed.remove(engine)
 
     def _steps(self, kept: _Kept, need: Size, columns: Callable[[Engine], Iterator[Column]]) -> Generator[Any]:
         try:
@@ -251,14 +278,27 @@ class Serving:
         places, tokens = min(places, MAX_ROWS), min(tokens, source.config.max_positions)
         return Size(places, tokens, min(pages, places * -(-tokens // PAGE))), None
 
-    def _made(self, source: Source, size: Size) -> _Kept:
-        """A new engine, kept from now on."""
-        if self._kept is not None and not self._kept.calls:
-            self._retire()  # first: there may be no room for two
-        made = _Kept(_engine(source, size), _Mark(source), size)
-        self._retire()
-        self._kept = made
-        return made
+    def _made(self, source: Source, size: Size, need: Size, automatic: bool) -> _Kept | str:
+        """Takes the lock, but not while the engine is made. A new engine, kept from now on, or why there is none."""
+        with self._lock:
+            if self._kept is not None and not self._kept.calls:
+                self._retire()  # first: there may be no room for two
+        try:
+            made = _Kept(_engine(source, size), _Mark(source), size)
+        except (CannotServe, InvalidArgument, CudaError) as error:
+            if not automatic or isinstance(error, StickyError):
+                raise
+            with self._lock:
+                if self._kept is None:  # else there may be room for it when the calls that run now have ended
+                    self._failed = _Mark(source), size, str(error)
+            return str(error)
+        with self._lock:
+            replaced, self._kept = self._kept, made
+            self._retired(replaced)
+            if not automatic:
+                self._failed = None
+            made.take(need, 1)
+            return made
 
 
 def needed(rows: int, tokens: int) -> Size:

@@ -239,6 +239,10 @@ def test_prompts_come_in_every_form(text_model):
         (np.zeros((2, 0), np.int32), "empty prompt"),
         ([[3, 258]], r"generate\(prompts\)\[0\]: token out of the vocabulary: got 258, wanted 0 to 257"),
         ([[-1]], "got -1, wanted 0 to 257"),
+        ([[1, 1 << 40]], "token out of the vocabulary: got 1099511627776, wanted 0 to 257"),
+        ([[1 << 63, -1]], "token out of the vocabulary: got 9223372036854775808, wanted 0 to 257"),
+        ([[1, 10**5000]], "token out of the vocabulary: got an integer of 16610 bits, wanted 0 to 257"),
+        ([[1, None, 1 << 80]], "type of tokens: got object, wanted integers"),
         (np.zeros((1, 2), np.float32), r"array of prompts: got float32 \[1, 2\], wanted integers"),
         (5, "type of prompts: got int"),
         ([1, "a"], "prompts: got a list of int, str"),
@@ -258,6 +262,7 @@ def test_bad_prompts_are_refused_with_the_values(prompts, message):
     [
         ({"max_new_tokens": 0}, "max_new_tokens: got 0, wanted an integer, 1 or more"),
         ({"max_new_tokens": 512}, r"got 1 \+ 512 tokens, wanted at most max_positions=512"),
+        ({"max_new_tokens": 10**5000}, r"got 1 \+ an integer of 16610 bits tokens, wanted at most max_positions=512"),
         ({"max_new_tokens": 2.0}, "max_new_tokens: got 2.0"),
         ({"temperature": -1}, "temperature: got -1"),
         ({"top_p": 0.0}, "top_p: got 0.0"),
@@ -295,6 +300,7 @@ def test_calling_the_model_checks_tokens():
         (np.zeros(3, np.int32), r"shape of tokens: got \[3\]"),
         (np.zeros((1, 0), np.int32), r"got \[1, 0\]"),
         (np.full((1, 3), 258), "got 258, wanted 0 to 257"),
+        (np.full((1, 3), 1 << 80, object), "got an integer of 81 bits, wanted 0 to 257"),
         (np.zeros((1, 3)), "type of tokens: got float64"),
         (np.zeros((1, 513), np.int32), "length: got 513, wanted at most max_positions=512"),
     ):

@@ -146,6 +146,7 @@ def test_logprobs_are_of_the_model_itself():
         ({"temperature": -0.1}, "temperature: got -0.1, wanted a finite number, 0 or more"),
         ({"temperature": float("nan")}, "temperature: got nan"),
         ({"temperature": float("inf")}, "temperature: got inf"),
+        ({"temperature": 10**400}, "temperature: got 1000"),
         ({"temperature": "hot"}, "temperature: got 'hot'"),
         ({"top_p": 0}, "top_p: got 0, wanted a number over 0, at most 1"),
         ({"top_p": 1.5}, "top_p: got 1.5"),

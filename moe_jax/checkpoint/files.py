@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,25 +40,61 @@ _BITS = {
 }
 _MAX_HEADER = 100_000_000  # the safetensors package refuses longer ones too
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# A folder inside the checkpoint's own: a checkpoint that was saved whole, and is the one that counts until all its
+# files are in their places (`moe_jax.checkpoint.save`).
+SAVED = ".saved"
 # Bytes handled at a time: small enough for the checks to find them in the cache, large enough for the disk.
 CHUNK = 4 << 20
 
 
+Identity = tuple[int, int, int, int]  # device, inode, bytes and time of the last write: of a file as it is at a time
+
+
 class Tensor(NamedTuple):
-    """Where a tensor lies: file, dtype in the format's letters, shape, first byte in the file, bytes."""
+    """Where a tensor lies: file and which it was, dtype in the format's letters, shape, first byte in it, bytes."""
 
     name: str
     file: Path
+    identity: Identity
     dtype: str
     shape: tuple[int, ...]
     start: int
     nbytes: int
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Contents of a JSON file that must hold an object."""
+def whole(folder: Path) -> Path:
+    """Where a folder's checkpoint is: beside its place, after a save that could not move it there."""
+    saved = folder / SAVED
+    return saved if saved.is_dir() else folder
+
+
+def identity(file: Path) -> Identity | None:
+    """Of the file there is at present; None where there is none."""
     try:
-        value = json.loads(file.read_bytes())
+        return _identity(os.stat(file))
+    except OSError:
+        return None
+
+
+def _identity(status: os.stat_result) -> Identity:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Contents of a JSON file that must hold an object; its integers have 64 bits at most."""
+
+    def plain(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key, value in pairs:
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, int) and item.bit_length() > 63:
+                    got = f"an integer of {item.bit_length()} bits"
+                    raise CheckpointError(key, where=str(file), got=got, wanted="at most 64 bits, sign included")
+        return dict(pairs)
+
+    try:
+        value = json.loads(file.read_bytes(), object_pairs_hook=plain)
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         raise CheckpointError("file", where=str(file), got="no such file", wanted="a JSON file") from None
     except OSError as error:
@@ -124,7 +160,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
 
     try:
         with open(file, "rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
+            status = os.fstat(stream.fileno())
+            size = status.st_size
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER):
                 wanted = f"2 to {max(0, min(size - 8, _MAX_HEADER))}: the file has {size} bytes"
@@ -142,7 +179,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise fail("__metadata__", repr(metadata)[:80], "texts by name")
 
-    out = {name: _entry(file, name, entry, 8 + length) for name, entry in header.items()}
+    out = {name: _entry(file, _identity(status), name, entry, 8 + length) for name, entry in header.items()}
     # Ranges must follow each other without overlap or hole, and end where the file ends.
     at, before = 8 + length, "the header"
     for tensor in sorted(out.values(), key=lambda tensor: (tensor.start, tensor.nbytes)):
@@ -166,7 +203,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _entry(file: Path, name: str, entry: Any, data: int) -> Tensor:
+def _entry(file: Path, identity: Identity, name: str, entry: Any, data: int) -> Tensor:
     def fail(problem: str, got: object, wanted: object) -> CheckpointError:
         return CheckpointError(f"{problem} of {name}", where=str(file), got=repr(got)[:80], wanted=wanted)
 
@@ -186,24 +223,43 @@ def _entry(file: Path, name: str, entry: Any, data: int) -> Tensor:
     bits = _BITS[dtype] * math.prod(shape)
     if bits != 8 * (offsets[1] - offsets[0]):
         raise fail("data_offsets", offsets, f"{bits // 8} bytes, for {dtype} {shape}")
-    return Tensor(name, file, dtype, tuple(shape), data + offsets[0], offsets[1] - offsets[0])
+    return Tensor(name, file, identity, dtype, tuple(shape), data + offsets[0], offsets[1] - offsets[0])
 
 
 @contextmanager
-def opened() -> Generator[Callable[[Path], int]]:
-    """Opens each file once and closes them all at the end: gives a function from path to descriptor."""
+def opened(tensors: Iterable[Tensor], beside: Mapping[Path, Identity | None]) -> Generator[Mapping[Path, int]]:
+    """Opens the files that tensors lie in and closes them all at the end: gives their descriptors.
+
+    A file that is replaced from now on is read as it was. What was replaced before, since its header was read, or is
+    written to until the end, is refused: half of one checkpoint and half of another may look like one.
+
+    Args:
+        beside: other files that were read, and which they were.
+
+    Raises:
+        CheckpointError: a file is not the one that it was, or cannot be opened.
+    """
+    seen = {tensor.file: tensor.identity for tensor in tensors}
     held: dict[Path, int] = {}
 
-    def descriptor(file: Path) -> int:
-        if file not in held:
+    def check(file: Path, now: Identity | None, then: Identity | None) -> None:
+        if now != then:
+            got, wanted = "one that was replaced or written to meanwhile", "the same until it is loaded"
+            raise CheckpointError("file", where=str(file), got=got, wanted=wanted)
+
+    try:
+        for file in seen:
             try:
                 held[file] = os.open(file, os.O_RDONLY)
             except OSError as error:
                 raise CheckpointError("file", where=str(file), got=error.strerror, wanted="a readable file") from error
-        return held[file]
-
-    try:
-        yield descriptor
+        for file, then in beside.items():
+            check(file, identity(file), then)
+        for file, fd in held.items():
+            check(file, _identity(os.fstat(fd)), seen[file])
+        yield held
+        for file, fd in held.items():
+            check(file, _identity(os.fstat(fd)), seen[file])
     finally:
         for fd in held.values():
             os.close(fd)

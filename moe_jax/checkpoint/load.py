@@ -21,7 +21,21 @@ from moe_jax.models.decoder import Decoder, abstract_decoder
 from moe_jax.models.families import DTYPES, parse_config
 
 from . import names
-from .files import CHUNK, FLOATS, Tensor, nonfinite, opened, read_bytes, read_folder, read_json
+from .files import (
+    CHUNK,
+    FLOATS,
+    INDEX,
+    SINGLE,
+    Identity,
+    Tensor,
+    identity,
+    nonfinite,
+    opened,
+    read_bytes,
+    read_folder,
+    read_json,
+    whole,
+)
 
 Progress = Callable[[int, int], object]
 
@@ -54,6 +68,7 @@ class _Plan:
     found: dict[str, Tensor]
     sources: dict[names.Path, list[names.Source]]
     ignored: dict[str, str]
+    beside: dict[Path, Identity | None]  # which files the rest was read from, but for the tensors' own
 
 
 def inspect(path: str | Path) -> Report:
@@ -129,10 +144,11 @@ def _plan(folder: Path) -> _Plan:
     """Everything that config and headers tell, checked."""
     if not folder.is_dir():
         raise CheckpointError("checkpoint", where=str(folder), got="no such folder", wanted="a Hugging Face folder")
-    file = folder / "config.json"
+    folder = whole(folder)
+    file, second = folder / "config.json", folder / "generation_config.json"
+    beside = {name: identity(name) for name in (file, second, folder / INDEX, folder / SINGLE)}
     raw = read_json(file)
-    beside = folder / "generation_config.json"
-    generation = read_json(beside) if beside.exists() else None
+    generation = read_json(second) if second.exists() else None
     config = parse_config(raw, where=str(file), generation=generation)
     found = read_folder(folder)
     if raw.get("dtype") is None and raw.get("torch_dtype") is None:
@@ -164,7 +180,7 @@ def _plan(folder: Path) -> _Plan:
             raise CheckpointError("dtype", where=where, got=tensor.dtype, wanted=letters)
     if ignored.get(head.name, "").startswith("copy"):
         _check_tied(found[embed.name], found[head.name], file)
-    return _Plan(config, layouts, found, sources, ignored)
+    return _Plan(config, layouts, found, sources, ignored, beside)
 
 
 def _listed(found: list[str], kind: str) -> str:
@@ -189,12 +205,12 @@ def _dtype_of_files(config: ModelConfig, tensors: Iterable[Tensor]) -> ModelConf
 def _check_tied(embed: Tensor, head: Tensor, config_file: Path) -> None:
     """A head stored beside the embedding it is tied to must be its copy: transformers versions differ on others."""
     same = embed.dtype == head.dtype and embed.shape == head.shape
-    with opened() as descriptor:
+    with opened((embed, head), {}) as descriptors:
         buffers = np.empty((2, min(CHUNK, embed.nbytes)), np.uint8)
         for at in range(0, embed.nbytes if same else 0, CHUNK):
             parts = buffers[:, : min(CHUNK, embed.nbytes - at)]
             for part, tensor in zip(parts, (embed, head), strict=True):
-                read_bytes(descriptor(tensor.file), tensor, at, part)
+                read_bytes(descriptors[tensor.file], tensor, at, part)
             if not np.array_equal(parts[0], parts[1]):
                 same = False
                 break
@@ -222,7 +238,8 @@ def _fill(state: nnx.State, plan: _Plan, device: Any, progress: Progress | None)
     if set(flat) != set(plan.sources):
         # The decoder and the names disagree: a fault of this package, not of the file.
         raise AssertionError(f"parameters without sources or the reverse: {set(flat) ^ set(plan.sources)}")
-    total = sum(plan.found[source.name].nbytes for each in plan.sources.values() for source in each)
+    used = [plan.found[source.name] for each in plan.sources.values() for source in each]
+    total = sum(tensor.nbytes for tensor in used)
     done = 0
 
     def advance(count: int) -> None:
@@ -231,10 +248,10 @@ def _fill(state: nnx.State, plan: _Plan, device: Any, progress: Progress | None)
         if progress is not None:
             progress(done, total)
 
-    advance(0)
     filled: dict[names.Path, nnx.Variable] = {}
     try:
-        with opened() as descriptor:
+        with opened(used, plan.beside) as descriptors:
+            advance(0)
             for path, sources in plan.sources.items():
                 want = flat[path].get_value()
                 host = _aligned(want.shape, want.dtype)
@@ -242,7 +259,7 @@ def _fill(state: nnx.State, plan: _Plan, device: Any, progress: Progress | None)
                 for source in sources:
                     tensor = plan.found[source.name]
                     size = int(np.prod(source.shape))
-                    _read(descriptor(tensor.file), tensor, parts[at : at + size], advance)
+                    _read(descriptors[tensor.file], tensor, parts[at : at + size], advance)
                     at += size
                 assert at == host.size, path
                 # The copy to an accelerator ends before the next parameter's host memory is taken.

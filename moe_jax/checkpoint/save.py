@@ -1,15 +1,25 @@
-"""From a module to a Hugging Face folder."""
+"""From a module to a Hugging Face folder, in which at every moment the old checkpoint is whole or the new one.
+
+Several files cannot change places at once, but a folder can. The new checkpoint is written into a folder inside
+(``.saving-…``), down to the disk. Renaming that to ``.saved`` is the save: while there is a ``.saved``, it is what
+`load` reads. Then its files are linked into their places, each by a rename, and ``.saved`` is taken away. A save that
+is broken off in between leaves the rest to the next one. Programs that know no ``.saved`` find no config.json
+meanwhile, rather than one beside weights of another model.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +30,11 @@ from moe_jax.errors import InvalidArgument
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.decoder import abstract_decoder
 from moe_jax.models.families import config_to_hf
+from moe_jax.tokenizer import _FILES as TOKENIZER
+from moe_jax.tokenizer import Tokenizer
 
 from . import names
-from .files import DTYPE_NAMES, INDEX, SINGLE
+from .files import DTYPE_NAMES, INDEX, SAVED, SINGLE, whole
 
 Part = tuple[names.Path, int, names.Source]  # a tensor: the parameter it is cut from, its first element, name and shape
 
@@ -34,11 +46,12 @@ def save_module(
     *,
     layout: names.Layout = "per_expert",
     max_shard_bytes: int = 5_000_000_000,
+    tokenizer: Tokenizer | Literal["kept"] | None = "kept",
 ) -> None:
     """Write a decoder as a Hugging Face folder: config.json, generation_config.json and safetensors.
 
-    Everything is first written beside its place and moved when complete, config.json last, so that a save which
-    fails leaves the checkpoint that was there, or none that looks whole. Other files of the folder are kept.
+    A save that fails, at any point, leaves the checkpoint that was there or the new one, whole; see the module. Other
+    files of the folder are kept.
 
     Args:
         config: the model's config; the parameters' own dtype is the one written.
@@ -46,9 +59,11 @@ def save_module(
         path: the folder, made if it is not there.
         layout: how experts are stored, see `moe_jax.checkpoint.names`.
         max_shard_bytes: one file up to this size, several with an index above.
+        tokenizer: goes with it; None: none does; ``"kept"``: the one of the checkpoint that is there, if any.
 
     Raises:
         InvalidArgument: a layout there is not, or a module that the config does not describe.
+        OSError: of the file system.
     """
     where = "save_module"
     if layout not in ("per_expert", "fused"):
@@ -77,6 +92,8 @@ def save_module(
     folder.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
     try:
+        new = staging / "new"
+        new.mkdir()
         shards = _shards(parts, arrays, max_shard_bytes)
         files = [SINGLE]
         if len(shards) > 1:
@@ -85,17 +102,73 @@ def save_module(
             size = sum(_nbytes(part, arrays) for part in parts)
             texts = {INDEX: {"metadata": {"total_size": size}, "weight_map": weight_map}} | texts
         for file, shard in zip(files, shards, strict=True):
-            _write(staging / file, shard, arrays)
+            _write(new / file, shard, arrays)
         for file, contents in texts.items():
-            (staging / file).write_text(json.dumps(contents, indent=2) + "\n")
-        # Without config.json the folder is no checkpoint: it goes first and comes back last.
-        shard = "model-" + "[0-9]" * 5 + "-of-" + "[0-9]" * 5 + ".safetensors"
-        for old in ("config.json", INDEX, SINGLE, *(file.name for file in folder.glob(shard))):
-            (folder / old).unlink(missing_ok=True)
-        for file in (*files, *texts):
-            os.replace(staging / file, folder / file)
+            (new / file).write_text(json.dumps(contents, indent=2) + "\n")
+        if isinstance(tokenizer, Tokenizer):
+            tokenizer.save(new)
+        with _alone(folder):
+            if tokenizer == "kept":
+                _copy_tokenizer(whole(folder), new)
+            for file in (*new.iterdir(), new):
+                _sync(file)
+            if (folder / SAVED).exists():
+                _move(folder, staging)
+            os.rename(new, folder / SAVED)
+            _sync(folder)
+            _move(folder, staging)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Generator[None]:
+    """Of several saves into a folder, one at a time moves files; where the file system has no locks, unguarded."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    for name in TOKENIZER:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def _sync(path: Path) -> None:
+    """Return when a file, or a folder's list of names, is on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot do it for folders
+            raise
+    finally:
+        os.close(fd)
+
+
+def _move(folder: Path, staging: Path) -> None:
+    """Bring what was saved to its place, and take away what was there. May be broken off anywhere and begun again."""
+    saved, links = folder / SAVED, Path(tempfile.mkdtemp(dir=staging))
+    files = {file.name for file in saved.iterdir()}
+    shard = "model-" + "[0-9]" * 5 + "-of-" + "[0-9]" * 5 + ".safetensors"
+    known = {"generation_config.json", INDEX, SINGLE, *TOKENIZER, *(file.name for file in folder.glob(shard))}
+    for name in ("config.json", *sorted(known - files)):
+        (folder / name).unlink(missing_ok=True)
+    for name in (*sorted(files - {"config.json"}), "config.json"):
+        link = links / name
+        try:
+            os.link(saved / name, link)
+        except OSError:  # a file system without links
+            shutil.copyfile(saved / name, link)
+            _sync(link)
+        os.replace(link, folder / name)
+    _sync(folder)
+    os.rename(saved, tempfile.mkdtemp(dir=staging))
 
 
 def _generation(config: ModelConfig) -> dict[str, Any]:

@@ -3,14 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from moe_jax.pallas_kernels.errors import InvalidArgument
 from moe_jax.pallas_kernels.grouped_moe import MoEConfig
+
+Kind = Literal["size", "token", "number"]
+# Sizes, positions and tokens are int32 on a device, and formulas f32 throughout: a value beyond is none.
+_INT32 = 1 << 31
+_F32_LEAST, _F32_MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+
+
+def shown(value: Any) -> str:
+    """A value in words; Python does not print integers of any length."""
+    long = isinstance(value, int) and value.bit_length() > 64
+    return f"an integer of {value.bit_length()} bits" if long else repr(value)
+
+
+def _check(where: str, name: str, value: Any, kind: Kind) -> None:
+    """Refuse what is out of range.
+
+    Raises:
+        InvalidArgument: the value, or its type.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "size":
+        fits, wanted = number and isinstance(value, int) and 0 < value < _INT32, f"an integer from 1 to {_INT32 - 1}"
+    elif kind == "token":
+        fits, wanted = number and isinstance(value, int) and -_INT32 <= value < _INT32, "an integer of 32 bits"
+    else:
+        fits = number and _F32_LEAST <= value <= _F32_MOST
+        wanted = f"a number from {_F32_LEAST:.2g} to {_F32_MOST:.2g}, as f32 has it"
+    if not fits:
+        raise InvalidArgument(name, where=where, got=shown(value), wanted=wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding (arXiv:2104.09864) and its context extensions.
+
+    Raises `InvalidArgument` for a number that f32 has not, and for yarn with a base of 1: it divides by its logarithm.
 
     Attributes:
         theta: base of the frequencies.
@@ -39,6 +71,18 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
 
+    def __post_init__(self) -> None:
+        where = f"rope {self.kind!r}"
+        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+            _check(where, name, getattr(self, name), "number")
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            if getattr(self, name):  # 0 is as None, for yarn
+                _check(where, name, getattr(self, name), "number")
+        if self.original_max_positions is not None:
+            _check(where, "original_max_positions", self.original_max_positions, "size")
+        if self.kind == "yarn" and self.theta == 1:
+            raise InvalidArgument("theta", where=where, got=self.theta, wanted="another number than 1")
+
 
 # Where a text begins and ends: a model decides it, and no array or module shows it.
 NOT_COMPUTED = ("bos_token_id", "eos_token_ids", "pad_token_id", "max_positions")
@@ -47,6 +91,8 @@ NOT_COMPUTED = ("bos_token_id", "eos_token_ids", "pad_token_id", "max_positions"
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only MoE language model. Frozen, hashable, and equal when the contents are.
+
+    Raises `InvalidArgument` for a size that is no positive int32, a token that is no int32, a number that f32 has not.
 
     Attributes:
         family: Hugging Face ``model_type``: mixtral, qwen3_moe, olmoe or qwen2_moe.
@@ -98,3 +144,20 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     sources: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        where = "ModelConfig"
+        for name in ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim", "moe_intermediate"):
+            _check(where, name, getattr(self, name), "size")
+        _check(where, "max_positions", self.max_positions, "size")
+        _check(where, "norm_eps", self.norm_eps, "number")
+        optional: dict[str, Kind] = {"dense_intermediate": "size", "shared_intermediate": "size", "clip_qkv": "number"}
+        tokens: dict[str, Kind] = {"bos_token_id": "token", "pad_token_id": "token"}
+        for name, kind in (optional | tokens).items():
+            if getattr(self, name) is not None:
+                _check(where, name, getattr(self, name), kind)
+        for window in self.windows:
+            if window:  # 0 is for `Decoder` to refuse
+                _check(where, "windows", window, "size")
+        for token in self.eos_token_ids:
+            _check(where, "eos_token_ids", token, "token")

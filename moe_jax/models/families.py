@@ -7,7 +7,7 @@ spellings of a config are read: rotary settings as ``rope_theta`` with ``rope_sc
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from moe_jax.errors import CheckpointError, InvalidArgument
 from moe_jax.pallas_kernels.grouped_moe import Activation, MoEConfig
 from moe_jax.pallas_kernels.route import RouterConfig
 
-from .config import ModelConfig, RopeConfig
+from .config import ModelConfig, RopeConfig, shown
 from .defaults import DEFAULTS
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -70,7 +70,7 @@ class _Reader:
         if key not in _NULLABLE:
             names = [name for name in names if self.raw[name] is not None]
         # transformers lets `dtype` win over the older `torch_dtype`; two expert counts have no such rule.
-        if key != "dtype" and len({repr(self.raw[name]) for name in names}) > 1:
+        if key != "dtype" and len({shown(self.raw[name]) for name in names}) > 1:
             raise self.fail(key, {name: self.raw[name] for name in names}, "one value")
         if not names:
             self.sources[key] = f"default of {self.family}"
@@ -85,13 +85,14 @@ class _Reader:
         fits = {
             "true or false": isinstance(value, bool),
             "a text": isinstance(value, str),
-            "an integer": number and isinstance(value, int),
-            "a positive integer": number and isinstance(value, int) and value > 0,
-            "a positive number": number and math.isfinite(value) and value > 0,
+            # Of 64 bits at most, so that they can be divided; the config itself knows how large they may be.
+            "an integer": number and isinstance(value, int) and value.bit_length() < 64,
+            "a positive integer": number and isinstance(value, int) and 0 < value < 1 << 63,
+            "a positive number": number and 0 < value <= sys.float_info.max,
             "a list": isinstance(value, list | tuple),
         }[kind]
         if not fits:
-            raise self.fail(key, repr(value), kind)
+            raise self.fail(key, shown(value), kind)
         return float(value) if kind == "a positive number" else value
 
 
@@ -137,36 +138,39 @@ def parse_config(
     if dtype not in DTYPES:
         raise read.fail("dtype", repr(dtype), " or ".join(DTYPES))
     told = ("norm_topk_prob", "head_dim", "rope_theta", "tie_word_embeddings", "eos_token_id", "dtype")
-    return ModelConfig(
-        family=family,
-        vocab_size=read.get("vocab_size", "a positive integer"),
-        hidden_size=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=_head_dim(read, hidden, heads),
-        moe=moe,
-        moe_intermediate=read.get("moe_intermediate_size" if qwen else "intermediate_size", "a positive integer"),
-        moe_layers=moe_layers,
-        dense_intermediate=dense,
-        shared_intermediate=(
-            read.get("shared_expert_intermediate_size", "a positive integer") if family == "qwen2_moe" else None
-        ),
-        qk_norm=_QK_NORM.get(family),
-        qkv_bias=read.get("qkv_bias", "true or false") if family == "qwen2_moe" else biased,
-        out_bias=biased,
-        clip_qkv=read.get("clip_qkv", "a positive number") if family == "olmoe" else None,
-        norm_eps=read.get("rms_norm_eps", "a positive number"),
-        tie_embeddings=read.get("tie_word_embeddings", "true or false"),
-        rope=_rope(read, max_positions),
-        windows=_windows(read, layers),
-        max_positions=max_positions,
-        dtype=dtype,
-        bos_token_id=bos,
-        eos_token_ids=eos,
-        pad_token_id=pad,
-        sources=tuple((key, read.sources[key]) for key in told),
-    )
+    try:
+        return ModelConfig(
+            family=family,
+            vocab_size=read.get("vocab_size", "a positive integer"),
+            hidden_size=hidden,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=_head_dim(read, hidden, heads),
+            moe=moe,
+            moe_intermediate=read.get("moe_intermediate_size" if qwen else "intermediate_size", "a positive integer"),
+            moe_layers=moe_layers,
+            dense_intermediate=dense,
+            shared_intermediate=(
+                read.get("shared_expert_intermediate_size", "a positive integer") if family == "qwen2_moe" else None
+            ),
+            qk_norm=_QK_NORM.get(family),
+            qkv_bias=read.get("qkv_bias", "true or false") if family == "qwen2_moe" else biased,
+            out_bias=biased,
+            clip_qkv=read.get("clip_qkv", "a positive number") if family == "olmoe" else None,
+            norm_eps=read.get("rms_norm_eps", "a positive number"),
+            tie_embeddings=read.get("tie_word_embeddings", "true or false"),
+            rope=_rope(read, max_positions),
+            windows=_windows(read, layers),
+            max_positions=max_positions,
+            dtype=dtype,
+            bos_token_id=bos,
+            eos_token_ids=eos,
+            pad_token_id=pad,
+            sources=tuple((key, read.sources[key]) for key in told),
+        )
+    except InvalidArgument as error:  # a value that no config of any origin may have
+        raise read.fail(error.problem, error.got, error.wanted) from error
 
 
 def _head_dim(read: _Reader, hidden: int, heads: int) -> int:

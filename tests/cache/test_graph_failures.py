@@ -112,6 +112,53 @@ def test_a_graph_that_cannot_be_destroyed_is_kept_for_the_next_try(world_for):
     assert not world.runtime.executables
 
 
+@pytest.mark.parametrize("error", [RuntimeError("not of CUDA"), KeyboardInterrupt("pressed")])
+def test_an_error_that_is_not_of_cuda_keeps_no_other_graph_from_its_end(error, monkeypatch):
+    """The first is raised at the end, an interrupt at once; the next try destroys what is left."""
+    world = World()
+    for rows in (1, 2, 4):
+        world.warm(rows)
+    real, tried = world.runtime.destroy, []
+
+    def destroy(graph) -> None:
+        tried.append(graph)
+        if len(tried) in (1, 2):
+            raise error if len(tried) == 1 else RuntimeError("second")
+        real(graph)
+
+    monkeypatch.setattr(world.runtime, "destroy", destroy)
+    with pytest.raises(type(error), match=str(error)):
+        world.graphs.close()
+    assert len(tried) == (3 if isinstance(error, Exception) else 1)
+    assert len(world.runtime.executables) == (2 if isinstance(error, Exception) else 3)
+    if not isinstance(error, Exception):
+        with pytest.raises(RuntimeError, match="second"):
+            world.graphs.close()
+    world.graphs.close()
+    assert not world.runtime.executables and world.graphs.stats()["state"] == "closed"
+
+
+def test_an_error_while_graphs_are_tried_again_loses_none_of_them(monkeypatch):
+    world = World(max_entries=1)
+    world.runtime.fail("destroy", times=None)
+    for rows in (1, 2):
+        world.warm(rows)
+    world.runtime.heal()
+    left, real = world.graphs.stats()["undestroyed"], world.runtime.destroy
+    assert left == 3
+
+    def destroy(graph) -> None:
+        raise RuntimeError("not of CUDA")
+
+    monkeypatch.setattr(world.runtime, "destroy", destroy)
+    with pytest.raises(RuntimeError, match="not of CUDA"):
+        world.step(2)
+    assert world.graphs.stats()["undestroyed"] == left
+    monkeypatch.setattr(world.runtime, "destroy", real)
+    world.graphs.close()
+    assert not world.runtime.executables
+
+
 def test_a_wait_that_fails_does_not_destroy_a_graph_in_flight():
     world = World(max_entries=1)
     world.warm(2)

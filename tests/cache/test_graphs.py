@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -12,10 +14,11 @@ from moe_jax.cache.graphs import Graphs
 from moe_jax.cache.identity import Certificate
 from moe_jax.cache.outcome import NotReplayed, Reason, StoreUnusable
 from moe_jax.cache.registry import Registry
-from moe_jax.cache.resources import ResourceTable
+from moe_jax.cache.resources import Resource, ResourceTable, next_serial
 from moe_jax.cache.runtime import no_collection
 from moe_jax.cache.simulated import SimulatedRuntime
 from moe_jax.errors import InvalidArgument
+from moe_jax.pallas_kernels.errors import CudaError
 
 
 @pytest.mark.parametrize("bucket", [1, 2, 4, 8])
@@ -82,6 +85,68 @@ def test_growth_that_fails_changes_nothing():
     with pytest.raises(Exception, match="CUDA_ERROR_OUT_OF_MEMORY"):
         world.grow("kv.0")
     assert world.step(2).kind == "replay"
+
+
+def test_growth_waits_for_copies_that_bring_the_contents_over():
+    """The old memory goes as soon as the caller lets go of it."""
+    world = World()
+    world.warm(2)
+
+    def make() -> Resource:
+        old = world.table.get("kv.0")
+        address, capsule = world.runtime.allocate(old.bytes)
+        world.runtime.copy(address, old.address, old.layout.bytes, world.graphs.stream)
+        return replace(old, address=address, serial=next_serial(), capsule=capsule)
+
+    world.graphs.grow(world.table, "kv.0", make)
+    world.check(2)
+    world.warm(2)
+
+
+def test_growth_that_cannot_be_waited_for_changes_nothing_and_keeps_the_new_memory():
+    world = World()
+    world.warm(2)
+    old = world.table.get("kv.0")
+    made = []
+
+    def make() -> Resource:
+        address, capsule = world.runtime.allocate(old.bytes)
+        world.runtime.copy(address, old.address, old.layout.bytes, world.graphs.stream)
+        made.append(weakref.ref(capsule))
+        world.runtime.fail("wait")
+        return replace(old, address=address, serial=next_serial(), capsule=capsule)
+
+    with pytest.raises(CudaError, match="wait"):
+        world.graphs.grow(world.table, "kv.0", make)
+    assert world.table.get("kv.0") is old and made[0]() is not None
+    assert world.step(2).kind == "replay"
+    world.graphs.drain()
+    gc.collect()
+    assert made[0]() is None
+
+
+def test_no_step_of_another_thread_comes_between_the_parts_of_growth():
+    world = World()
+    world.warm(2)
+    world.inputs(2, 2)
+    outcomes = []
+
+    def step() -> None:
+        outcomes.append(world.graphs.step(equal_list(2), world.certificate(2, 2), world.table))
+
+    other = threading.Thread(target=step)
+
+    def make() -> Resource:
+        other.start()
+        other.join(0.2)
+        assert not outcomes
+        return world.resource(world.read("kv.0"), "arena")
+
+    world.graphs.grow(world.table, "kv.0", make)
+    other.join()
+    assert [outcome.reason for outcome in outcomes] == [Reason.REALLOCATED]
+    world.oracle.run(equal_list(2))
+    world.check(2)
 
 
 def test_bytes_bound_the_store_too():
