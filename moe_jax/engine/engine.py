@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import operator
 import threading
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -14,20 +14,16 @@ import numpy as np
 from flax import nnx
 
 from moe_jax.cache import (
-    Certificate,
     Graphs,
     Outcome,
     Registry,
     Runtime,
     SimulatedRuntime,
     StickyError,
-    StoreUnusable,
-    bucket_for,
     row_buckets,
 )
 from moe_jax.cache.decision import Mode
 from moe_jax.cache.graphs import MODES
-from moe_jax.cache.identity import Phase
 from moe_jax.errors import CannotServe, InvalidArgument
 from moe_jax.generation import gathered, parse_stop
 from moe_jax.model import Model
@@ -37,7 +33,8 @@ from moe_jax.pallas_kernels.linear.heuristics import MAX_ROWS
 from moe_jax.sampling import Sampling, sampling
 
 from .building import load_kernels
-from .ending import close_at_exit
+from .calls import Call, Calls
+from .ending import Life, close_at_exit
 from .generating import columns
 from .host import compiled_reference
 from .memory import WEIGHTS, Memory, Weights, place_all
@@ -45,7 +42,7 @@ from .options import PAGE_SIZE, check_count, cuda_runtime, token_limit
 from .prompts import LONG, Prompts
 from .rows import row_block
 from .sequences import Batch, Places, Sequence
-from .step import NAMESPACE, Geometry, build, bytes_needed, certificate_of
+from .step import Geometry, build, bytes_needed
 from .weights import check_config, check_update, module_weights
 
 
@@ -139,6 +136,7 @@ class Engine:
         self.runtime: Runtime = runtime or SimulatedRuntime(2 * bytes_needed(self._steps) + (64 << 20))
         self.registry = Registry()
         self.registry.accept(self._steps.manifest)
+        self._calls = Calls(self._steps, self.registry)
         self.graphs = Graphs(self.runtime, self.registry, mode=graphs, max_entries=max_entries, max_bytes=max_bytes)
         self.memory = Memory(self.runtime, self.graphs.stream, weights)
         place_all(self.memory, self._geometry, self._steps, arrays, self._stop_list)
@@ -150,13 +148,13 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}
         # Remembered from step to step; None where sequences have come, gone or ended since.
         self._live: tuple[int, ...] | None = None
+        # What the device's rows are, and bring forward by themselves; None where that is not known.
         self._batch: Batch | None = None
         self._numbers = itertools.count()
-        self._on_device: tuple[int, ...] | None = None
         self._doubtful: set[int] = set()
         # Put into words when somebody asks.
-        self._last: str | tuple[Outcome, int, int] = "no step was made"
-        self._unusable: str | None = None
+        self._last: str | tuple[Outcome, Call] = "no step was made"
+        self._life = Life()
         self._lock = threading.RLock()
         close_at_exit(self, self._lock)
 
@@ -194,12 +192,15 @@ class Engine:
             raise InvalidArgument("prompts", where=where, got=repr(prompts), wanted="a list of lengths")
         for length in prompts:
             self._prompts.compile(check_count(where, "prompts", length, self._geometry.max_tokens))
-        with self._using(where):
-            self._lay_out(())
-            for bucket, launches in self._steps.decode.items():
-                self.graphs.warm(launches, self._certificate(bucket, bucket), self.memory.table)
-            for bucket, launches in self._steps.prompt.items():
-                self.graphs.step(launches, self._certificate(bucket, bucket, "prompt"), self.memory.table)
+        with self._lock, self._life.using(where):
+            self._settle()
+            self.memory.write("rows", row_block(self._geometry, ()))
+            for bucket in self.decode_buckets:
+                call = self._calls.decode(bucket)
+                self.graphs.warm(call.launches, call.certificate, self.memory.table)
+            for bucket in self.chunk_buckets:
+                call = self._calls.prompt(bucket)
+                self.graphs.step(call.launches, call.certificate, self.memory.table)
             self.graphs.drain()
 
     def prefill(
@@ -248,8 +249,15 @@ class Engine:
             NotReplayed: ``graphs="strict"`` and no graph could be replayed.
             StoreUnusable: the engine is closed, or dead because the device context is lost.
         """
-        with self._using("Engine.step"):
-            return self._step(self.live)
+        with self._lock:
+            # `Life.using` and `live`, written out: calls that take a tenth of the host's time of a step.
+            self._life.refuse("Engine.step")
+            try:
+                live = self._live
+                return self._step(self.live if live is None else live)
+            except StickyError as error:
+                self._life.lost(error)
+                raise
 
     def generate(
         self,
@@ -292,7 +300,7 @@ class Engine:
             InvalidArgument: no such sequence, or one that was released.
         """
         where = "Engine.release"
-        with self._using(where):
+        with self._lock, self._life.using(where):
             known = sorted(n for n, held in list(self._sequences.items()) if not held.inner)
             if isinstance(sequence, bool) or not isinstance(sequence, (int, np.integer)) or sequence not in known:
                 raise InvalidArgument("sequence", where=where, got=repr(sequence), wanted=f"one of {known}")
@@ -321,7 +329,7 @@ class Engine:
         check_update(where, arrays, self._geometry.weights, whole=not isinstance(given, Mapping))
         if isinstance(given, Decoder):
             check_config(where, given.config, self._geometry.config)
-        with self._using(where):
+        with self._lock, self._life.using(where):
             self.memory.update_weights(arrays)
             # Graphs that name the old arrays let go of them now, not at the next step of their bucket.
             self.graphs.sweep(self.memory.table)
@@ -332,7 +340,7 @@ class Engine:
         with self._lock:
             counts = self.graphs.stats()
             return counts | {
-                "state": self._unusable or counts["state"],
+                "state": self._life.over or counts["state"],
                 "sequences": len(self._sequences),
                 "free_sequences": len(self._places.rows),
                 "live": len(self.live),
@@ -349,14 +357,14 @@ class Engine:
         with self._lock:
             if isinstance(self._last, str):
                 return self._last
-            outcome, rows, bucket = self._last
+            outcome, call = self._last
         why = "" if outcome.reason is None else f" ({'; '.join(filter(None, (outcome.reason, outcome.detail)))})"
-        return f"{outcome.kind}{why}: {rows} rows in a bucket of {bucket}"
+        return f"{outcome.kind}{why}: {call.certificate.rows} rows in a bucket of {call.certificate.bucket}"
 
     def close(self) -> None:
         """Wait for everything, destroy the graphs and let go of all memory. A second call does nothing."""
         with self._lock:
-            if self._unusable == "closed":
+            if self._life.over == "closed":
                 return
             # What a lost context holds cannot be given back to it; the second call lets go of it here.
             with contextlib.suppress(StickyError):
@@ -367,25 +375,9 @@ class Engine:
             self.memory.release()
             self._sequences.clear()
             self._live = self._batch = None
-            self._unusable = "closed"
+            self._life.over = "closed"
 
     # Inside; the lock is held, but where it says so.
-
-    @contextlib.contextmanager
-    def _using(self, where: str) -> Generator[None]:
-        """The lock of an engine that can be used; a lost context ends it."""
-        with self._lock:
-            if self._unusable is not None:
-                wanted = "an engine that is open" if self._unusable == "closed" else "a new process"
-                raise StoreUnusable("engine", where=where, got=self._unusable, wanted=wanted)
-            try:
-                yield
-            except StickyError as error:
-                self._unusable = f"dead, the device context is lost: {error}"
-                raise
-
-    def _certificate(self, rows: int, bucket: int, phase: Phase = "decode") -> Certificate:
-        return certificate_of(self.registry.owner_generation(NAMESPACE), rows, bucket, phase)
 
     def _admit(
         self,
@@ -403,7 +395,7 @@ class Engine:
         for row in rows:
             # Before the lock is taken: others go on meanwhile.
             self._prompts.compile(len(row))
-        with self._using(where):
+        with self._lock, self._life.using(where):
             pages = [self._geometry.pages_for(limit) for limit in limits]
             free = len(self._places.rows), len(self._places.free)
             if len(rows) > free[0] or sum(pages) > free[1]:
@@ -414,76 +406,75 @@ class Engine:
                 for row, draw, limit, count in zip(rows, draws, limits, pages, strict=True):
                     place, own = self._places.take(count)
                     number = next(self._numbers)
+                    prompt = [*map(operator.index, row)]
                     self._sequences[number] = sequence = Sequence(
-                        number=number, place=place, pages=own, tokens=[*map(operator.index, row)], limit=limit,
+                        number=number, place=place, pages=own, length=len(prompt), newest=prompt[-1], limit=limit,
                         sampling=parameters, top_k=top_k, draw=draw, inner=inner,
                     )  # fmt: skip
                     self._live = None
                     numbers.append(number)
-                    self._read_prompt(sequence)
+                    self._read_prompt(sequence, prompt)
             except BaseException:
                 for number in numbers:
                     self._forget(number)
                 raise
             return numbers
 
-    def _read_prompt(self, sequence: Sequence) -> None:
+    def _read_prompt(self, sequence: Sequence, prompt: list[int]) -> None:
         entries = np.full(self._geometry.max_pages, -1, np.int32)
         entries[: len(sequence.pages)] = sequence.pages
         self.memory.write("table", entries, sequence.place * entries.nbytes)
         for name, value in (("limit", sequence.limit - 1), ("finished", RUNNING)):
             self.memory.write(name, np.asarray([value], np.int32), 4 * sequence.place)
-        if self._prompts.takes(len(sequence.tokens)):
-            self._prompts.read(sequence.tokens, sequence.pages)
+        if self._prompts.takes(len(prompt)):
+            self._prompts.read(prompt, sequence.pages)
             return
-        last, chunk = len(sequence.tokens) - 1, self.chunk_buckets[-1]
-        for start in range(0, last, chunk):
-            positions = range(start, min(start + chunk, last))
-            bucket = self._bucket(self.chunk_buckets, len(positions))
-            self._on_device = None
-            self.memory.write("rows", row_block(self._geometry, [sequence] * len(positions), positions))
-            certificate = self._certificate(len(positions), bucket, "prompt")
-            self.graphs.step(self._steps.prompt[bucket], certificate, self.memory.table)
+        last, size = len(prompt) - 1, self.chunk_buckets[-1]
+        for start in range(0, last, size):
+            chunk = prompt[start : min(start + size, last)]
+            self._settle()
+            self.memory.write("rows", row_block(self._geometry, [sequence] * len(chunk), chunk, start))
+            call = self._calls.prompt(len(chunk))
+            self.graphs.step(call.launches, call.certificate, self.memory.table)
 
-    def _lay_out(self, numbers: tuple[int, ...]) -> None:
+    def _lay_out(self, numbers: tuple[int, ...]) -> Batch:
         """Let the device's rows be these sequences, as they are; rows that it has brought there itself stay."""
-        if self._on_device != numbers:
-            self._on_device = None
+        batch = self._batch
+        if batch is None or batch.numbers != numbers:
+            self._settle()
             for number in self._doubtful.intersection(numbers):
                 self.memory.write("finished", np.asarray([RUNNING], np.int32), 4 * self._sequences[number].place)
             self._doubtful.difference_update(numbers)
-            self.memory.write("rows", row_block(self._geometry, [self._sequences[number] for number in numbers]))
-            self._on_device = numbers
+            sequences = [self._sequences[number] for number in numbers]
+            self.memory.write("rows", row_block(self._geometry, sequences))
+            batch = self._batch = Batch(sequences, self._stops)
+        return batch
 
-    def _bucket(self, buckets: tuple[int, ...], rows: int) -> int:
-        bucket = bucket_for(rows, buckets)
-        assert bucket is not None
-        return bucket
+    def _settle(self) -> None:
+        """Before the device's rows become others: what they have come to is not lost."""
+        if self._batch is not None:
+            self._batch.settle()
+            self._batch = None
 
     def _step(self, numbers: tuple[int, ...]) -> dict[int, int]:
         if not numbers:
             return {}
-        rows = len(numbers)
-        bucket = self._bucket(self.decode_buckets, rows)
-        self._lay_out(numbers)
-        live, batch = self._live, self._batch
-        if batch is None or batch.numbers != numbers:
-            batch = Batch((self._sequences[number] for number in numbers), self._stops)
-        steps = batch.steps
+        batch = self._lay_out(numbers)
+        before = batch.taken
         try:
-            # Remembered again only when the step is whole: an interrupt may come between any two lines.
-            self._live = self._batch = None
-            certificate = self._certificate(rows, bucket)
-            outcome = self.graphs.step(self._steps.decode[bucket], certificate, self.memory.table)
-            tokens = self.memory.read("token", rows).tolist()
-            if not batch.take(tokens):
-                self._live, self._batch = live, batch
-            self._last = outcome, rows, bucket
-            return dict(zip(numbers, tokens, strict=True))
+            call = self._calls.decode(len(numbers))
+            outcome = self.graphs.step(call.launches, call.certificate, self.memory.table)
+            tokens = self.memory.read("token", call.rows).tolist()
+            if batch.take(tokens):
+                self._settle()
+                self._live = None
+            self._last = outcome, call
+            return dict(zip(numbers, tokens))  # noqa: B905 (as many as were asked for)
         except BaseException as error:
             # What the device has made of them is not known: the next step writes them anew, from before this one.
-            batch.return_to(steps)
-            self._live = self._batch = self._on_device = None
+            batch.taken = before
+            batch.settle()
+            self._live = self._batch = None
             self._doubtful.update(numbers)
             self._last = f"failed: {error}"
             raise
@@ -493,6 +484,6 @@ class Engine:
         with self._lock:
             self._doubtful.discard(number)
             sequence = self._sequences.pop(number, None)
-            self._live = self._batch = None
+            self._live = None
             if sequence is not None:
                 self._places.give_back(sequence.place, sequence.pages)

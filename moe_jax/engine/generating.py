@@ -57,7 +57,7 @@ def columns(
                         raise
                     break
                 running[number] = waiting.popleft()
-            with engine._using(where):
+            with engine._lock, engine._life.using(where):
                 found = engine._step(tuple(running))
                 drawn = np.asarray(list(found.values()))
                 score = token_logprobs(engine.memory.read("logits", len(drawn)), drawn) if logprobs else 0.0 * drawn

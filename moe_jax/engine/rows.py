@@ -12,25 +12,25 @@ from .step import FIELDS, Geometry
 
 
 def row_block(
-    geometry: Geometry, sequences: Items[Sequence], positions: Items[int] | None = None
+    geometry: Geometry, sequences: Items[Sequence], chunk: Items[int] = (), start: int = 0
 ) -> Int32[np.ndarray, " words"]:
     """The memory called ``"rows"``: one row for each of ``sequences``, the others dead (negative ids and positions).
 
     Args:
-        positions: of the token that each row reads, for prompts: then no row makes a token. None: each row reads the
-            last token of its sequence and makes the next one.
+        chunk: of a prompt: the token that each row reads, from position ``start`` on; then no row makes a token. Empty:
+            each row reads the last token of its sequence and makes the next one.
     """
     words = geometry.stride // 4
     block = np.zeros(sum(FIELDS.values()) * words, np.int32)
-    fields = {name: block[start // 4 :][: FIELDS[name] * words] for name, start in geometry.offsets.items()}
+    fields = {name: block[at // 4 :][: FIELDS[name] * words] for name, at in geometry.offsets.items()}
     for name in ("ids", "position", "following"):
         fields[name][:] = -1
     real = {name: fields[name].view(np.float32) for name in ("temperature", "top_p")}
     for row, sequence in enumerate(sequences):
-        position = len(sequence.tokens) - 1 if positions is None else positions[row]
-        fields["ids"][row] = sequence.tokens[position]
+        position = start + row if chunk else sequence.length - 1
+        fields["ids"][row] = chunk[row] if chunk else sequence.newest
         fields["position"][row] = position
-        fields["following"][row] = position + 1 if positions is None else -1
+        fields["following"][row] = -1 if chunk else position + 1
         fields["sequence"][row] = sequence.place
         fields["draw"][row] = sequence.draw
         fields["seed"][2 * row : 2 * row + 2] = np.asarray(sequence.sampling.seed).view(np.int32)

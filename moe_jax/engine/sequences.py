@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from moe_jax.sampling import Sampling
@@ -11,13 +11,14 @@ from moe_jax.sampling import Sampling
 
 @dataclass(kw_only=True)
 class Sequence:
-    """A sequence that has a place.
+    """A sequence that has a place. Of its tokens the host keeps the last alone; those before it are keys and values.
 
     Attributes:
         number: given once in an engine.
         place: its row of the block table.
         pages: its own until it is released, enough for all its tokens.
-        tokens: prompt and new ones.
+        length: tokens that it has, prompt and new ones.
+        newest: the last of them, which the next step reads.
         limit: tokens at most.
         sampling, top_k: parameters; ``top_k`` 0 keeps all.
         draw: what its noise is keyed by besides the seed and the position.
@@ -28,7 +29,8 @@ class Sequence:
     number: int
     place: int
     pages: tuple[int, ...]
-    tokens: list[int]
+    length: int
+    newest: int
     limit: int
     sampling: Sampling
     top_k: int
@@ -38,42 +40,35 @@ class Sequence:
 
 
 class Batch:
-    """Sequences that take steps together, for as long as none ends and nothing else adds to their tokens.
+    """Sequences that take steps together until one ends.
+
+    A step touches none of them, however many they are: what they have come to is kept here until `settle`.
 
     Attributes:
         numbers: of the sequences, in the order of their rows.
-        steps: taken.
+        taken: how many steps, and the newest token of each sequence. To put back an earlier value undoes steps.
     """
 
-    def __init__(self, sequences: Iterable[Sequence], stops: frozenset[int]):
-        self._sequences, self._stops = tuple(sequences), stops
-        self.numbers = tuple(sequence.number for sequence in self._sequences)
-        self._appends = tuple(sequence.tokens.append for sequence in self._sequences)
-        self._held = tuple(len(sequence.tokens) for sequence in self._sequences)
-        self._least = min(sequence.limit - len(sequence.tokens) for sequence in self._sequences)
-        self.steps = 0
+    def __init__(self, sequences: Items[Sequence], stops: frozenset[int]):
+        self._sequences, self._stops = sequences, stops
+        self.numbers = tuple(sequence.number for sequence in sequences)
+        self._lengths = tuple(sequence.length for sequence in sequences)
+        self._least = min(sequence.limit - sequence.length for sequence in sequences)
+        self.taken: tuple[int, list[int]] = 0, [sequence.newest for sequence in sequences]
 
     def take(self, tokens: list[int]) -> bool:
-        """A token for each, in their order; whether some have ended.
+        """A token for each, in their order; whether some have ended."""
+        steps = self.taken[0] + 1
+        self.taken = steps, tokens
+        return steps >= self._least or not self._stops.isdisjoint(tokens)
 
-        They are looked at one by one only where some may have ended.
-        """
-        for append, token in zip(self._appends, tokens, strict=True):
-            append(token)
-        self.steps += 1
-        if self.steps < self._least and self._stops.isdisjoint(tokens):
-            return False
-        for sequence, token in zip(self._sequences, tokens, strict=True):
-            sequence.ended = token in self._stops or len(sequence.tokens) >= sequence.limit
-        return any(sequence.ended for sequence in self._sequences)
-
-    def return_to(self, steps: int) -> None:
-        """Be as after so many steps, also where a later one was taken only in part."""
-        self.steps = steps
-        for sequence, held in zip(self._sequences, self._held, strict=True):
-            if len(sequence.tokens) > held + steps:
-                del sequence.tokens[held + steps :]
-                sequence.ended = False
+    def settle(self) -> None:
+        """Let the sequences be what they have come to; again, if it was interrupted or steps were undone."""
+        steps, tokens = self.taken
+        for sequence, held, token in zip(self._sequences, self._lengths, tokens, strict=True):
+            sequence.length, sequence.newest = held + steps, token
+            # The last token of a prompt ends nothing.
+            sequence.ended = steps > 0 and (token in self._stops or sequence.length >= sequence.limit)
 
 
 @dataclass

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_jax.cache import Bank, Buffer, Certificate, Group, Launch, LaunchList, Manifest, Operand, dense
-from moe_jax.cache.identity import Phase
+from moe_jax.cache import Bank, Buffer, Group, Launch, LaunchList, Manifest, Operand, dense
 from moe_jax.cache.launches import ALIGNMENT, argument_bytes
 from moe_jax.models.config import ModelConfig
 from moe_jax.pallas_kernels.advance.specs import advance_spec
@@ -274,24 +273,6 @@ def manifest(geometry: Geometry) -> Manifest:
         if mixture
     )
     return Manifest(NAMESPACE, groups)
-
-
-@functools.lru_cache(maxsize=1024)
-def certificate_of(generation: int, rows: int, bucket: int, phase: Phase) -> Certificate:
-    """Decode rows are sequences of their own, prompt rows belong to one. Equal steps get the same object, made once.
-
-    Args:
-        generation: of the engine's namespace.
-    """
-    return Certificate(
-        namespace=NAMESPACE,
-        owner_generation=generation,
-        semantics="independent" if phase == "decode" else "sequential",
-        rows=rows,
-        bucket=bucket,
-        sequences=rows if phase == "decode" else 1,
-        phase=phase,
-    )
 
 
 def _place(call: Call, argument: str, role: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -28,7 +29,7 @@ from engines import (
 from flax import nnx
 
 from moe_jax.cache import NotReplayed, SimulatedRuntime, StoreUnusable, decision
-from moe_jax.engine import Engine
+from moe_jax.engine import Engine, ending
 from moe_jax.errors import CannotServe
 from moe_jax.pallas_kernels.errors import CudaError
 from moe_jax.testing import assert_replay_equals_direct
@@ -359,3 +360,30 @@ def test_an_engine_left_open_is_closed_at_the_end_of_the_process():
         text=True,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "state: closed"), done.stderr
+
+
+def test_an_engine_that_does_not_close_at_exit_keeps_no_other_open():
+    closed, lock = [], threading.RLock()
+
+    class Stub:
+        def __init__(self, name: str, error: BaseException | None = None):
+            self.name, self.error = name, error
+
+        def close(self) -> None:
+            if self.error is not None:
+                raise self.error
+            closed.append(self.name)
+
+    lost = CudaError("call failed", where="close", got="CUDA_ERROR_UNKNOWN", wanted="success")
+    engines = [
+        Stub("a"),
+        Stub("b", lost),
+        Stub("c", OSError("full")),
+        Stub("d"),
+        Stub("e", ValueError("late")),
+        Stub("f"),
+    ]
+    with pytest.raises(ValueError, match="late") as caught:
+        ending._close_all([(engine, lock) for engine in engines])
+    assert closed == ["a", "d", "f"]
+    assert isinstance(caught.value.__context__, OSError)

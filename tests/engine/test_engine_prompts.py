@@ -38,7 +38,7 @@ def stored(engine: Engine, number: int) -> dict[str, np.ndarray]:
     sequence, found = engine._sequences[number], {}
     for name in page_bytes(engine):
         pages = engine.memory.read(name)[list(sequence.pages)]
-        found[name] = np.swapaxes(pages, 1, 2).reshape(-1, *pages.shape[1::2])[: len(sequence.tokens) - 1]
+        found[name] = np.swapaxes(pages, 1, 2).reshape(-1, *pages.shape[1::2])[: sequence.length - 1]
     return found
 
 
