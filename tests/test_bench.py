@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from bench_doubles import SLOW, FakeNow, FakeTimer
-from moe_jax.bench import cases, contenders, launches, peers_jax, peers_torch, search
+from moe_jax.bench import cases, contenders, launches, peers_jax, peers_torch, search, timing
 from moe_jax.bench.cases import Ceilings, Shape
 from moe_jax.bench.contenders import Contender
 from moe_jax.bench.layer import MOST_SETS, Layer
 from moe_jax.bench.run import bench, steps_for
-from moe_jax.bench.timing import LEAST_REPEATS, REPEATS, Clock, repeats_for
+from moe_jax.bench.timing import LEAST_REPEATS, REPEATS, TIRING_US, Clock, repeats_for
 from moe_jax.errors import CannotServe, InvalidArgument
 from moe_jax.pallas_kernels.errors import CudaError
 
@@ -246,8 +246,16 @@ def test_chains_are_long_enough_and_take_each_weight_set():
 
 def test_repeats_follow_the_length_of_a_chain():
     assert repeats_for(400) == REPEATS
-    assert repeats_for(50_000) == 10
+    assert repeats_for(30_000) == 10
     assert repeats_for(1e9) == LEAST_REPEATS
+
+
+def test_long_chains_pause_as_long_as_they_run(monkeypatch: pytest.MonkeyPatch):
+    pauses = []
+    monkeypatch.setattr(timing.time, "sleep", pauses.append)
+    for us in (100.0, TIRING_US - 1, TIRING_US, 36_000.0):
+        timing.rest(us)
+    assert pauses == [TIRING_US / 1e6, 0.036]
 
 
 def test_weight_sets_leave_the_cache_before_they_come_again():

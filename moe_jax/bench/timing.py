@@ -18,8 +18,9 @@ from moe_jax.bench.cases import Ceilings
 from moe_jax.bench.contenders import Work
 
 REPEATS = 25
-SECONDS = 0.5  # that the repeats of one chain may take, warm-up left out
+SECONDS = 0.3  # that the repeats of one chain may take, warm-up and pauses left out
 LEAST_REPEATS = 5
+TIRING_US = 2000.0  # a chain as long as that lowers the chip's clock, if it runs again and again
 
 
 class Timing(NamedTuple):
@@ -72,6 +73,16 @@ def repeats_for(us: float) -> int:
     return max(LEAST_REPEATS, min(REPEATS, int(SECONDS * 1e6 / max(us, 1.0))))
 
 
+def rest(us: float) -> None:
+    """Before a chain of so many microseconds runs again: nothing, or as long a pause if it is a tiring one.
+
+    At its power limit the chip lowers its clock by a tenth and more within some ten milliseconds of matrix products. With
+    pauses a cell and the ceilings that it is compared with are of the same clock, whatever ran before.
+    """
+    if us >= TIRING_US:
+        time.sleep(us * 1e-6)
+
+
 class CudaTimer:
     """Times on a CUDA device: graph replays between events where that can be, else by the host's clock.
 
@@ -98,7 +109,13 @@ class CudaTimer:
         graph = capture(self.stream, work.run)
         try:
             once = replay_times(graph, self.stream, 1)[0]
-            return Timing(replay_times(graph, self.stream, repeats_for(once), warmup=1))
+            if once < TIRING_US:
+                return Timing(replay_times(graph, self.stream, repeats_for(once), warmup=1))
+            times = []
+            for _ in range(repeats_for(once)):
+                rest(once)
+                times += replay_times(graph, self.stream, 1, warmup=0)
+            return Timing(times)
         finally:
             graph.close()
 
@@ -109,7 +126,8 @@ class CudaTimer:
         with torch.cuda.graph(graph):
             work.run()
 
-        def replay() -> float:
+        def replay(pause: float = 0.0) -> float:
+            rest(pause)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             graph.replay()
@@ -118,12 +136,13 @@ class CudaTimer:
             return begin.elapsed_time(end) * 1e3
 
         once = [replay() for _ in range(3)][-1]
-        return Timing([replay() for _ in range(repeats_for(once))])
+        return Timing([replay(once) for _ in range(repeats_for(once))])
 
     def _jit(self, work: Work) -> Timing:
         """Calls in a row, waited for together; a row is so long that waiting does not count."""
 
-        def row(calls: int) -> tuple[float, float]:
+        def row(calls: int, pause: float = 0.0) -> tuple[float, float]:
+            rest(pause)
             start = time.perf_counter()
             outs = None
             for _ in range(calls):
@@ -135,7 +154,7 @@ class CudaTimer:
         row(1)
         once, _ = row(1)
         calls = max(1, min(50, math.ceil(2e4 / once)))
-        found = [row(calls) for _ in range(max(LEAST_REPEATS, repeats_for(once * calls) // 2))]
+        found = [row(calls, once * calls) for _ in range(max(LEAST_REPEATS, repeats_for(once * calls) // 2))]
         bound = statistics.median(queued / whole for whole, queued in found) > 0.9
         return Timing([whole for whole, _ in found], "the host's launches take as long" if bound else None)
 
