@@ -58,11 +58,11 @@ def tiles(shape: Shape, tokens: int, arithmetic: Arithmetic) -> list[Tile]:
 
     if tokens == 1:
         found = [
-            *(change(block_n=n, num_stages=s, held=0, late=0) for n in (8, 16) for s in (3, 4, 5, 6)),
-            change(lag=4, held=0, late=0), change(lag=2, block_n=8, num_stages=6, held=0, late=0),
+            *(change(block_n=n, num_stages=s, ring=0, ahead=0) for n in (8, 16) for s in (3, 4, 5, 6)),
+            change(lag=4, ring=0, ahead=0), change(lag=2, block_n=8, num_stages=6, ring=0, ahead=0),
         ]  # fmt: skip
-        if base.held:
-            found += [change(num_stages=stages, late=late) for stages in (5, 6, 7) for late in (0, 2, 4)]
+        if base.ring:
+            found += [change(ring=ring, ahead=ahead) for ring in range(6, 10) for ahead in range(4, ring)]
     else:
         narrow = 8 if tokens <= 8 else base.block_n
         found = [

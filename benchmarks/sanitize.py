@@ -76,23 +76,24 @@ def experts(rng: np.random.Generator) -> Iterator[Case]:
 
     swiglu, relu2 = Activation(name="swiglu", layout="halves"), Activation(name="relu2", layout=None)
     everything = {"gate_up_bias": True, "down_bias": True, "residual": True, "slots": 9}
-    # One row has a kernel of its own, at sizes larger than these unless its tile is given.
-    cases: list[tuple[int, str, Any, dict[str, int], dict[str, Any]]] = [
-        (1, "float16", swiglu, {}, {}),
-        (1, "float16", swiglu, {"held": 2, "late": 1}, everything),
-        (TOKENS, "float16", swiglu, {}, everything),
-        (33, "float32", relu2, {}, {}),
-        (33, "bfloat16", swiglu, {}, {}),
+    # One row has a kernel of its own, at sizes larger than these unless its tile is given. It takes multiples of 64.
+    cases: list[tuple[int, int, int, str, Any, dict[str, int], dict[str, Any]]] = [
+        (1, HIDDEN, INNER, "float16", swiglu, {}, {}),
+        (1, 192, 320, "float16", swiglu, {"ring": 3, "ahead": 1}, everything),
+        (1, 128, 64, "float16", relu2, {"ring": 2, "ahead": 0}, {}),
+        (TOKENS, HIDDEN, INNER, "float16", swiglu, {}, everything),
+        (33, HIDDEN, INNER, "float32", relu2, {}, {}),
+        (33, HIDDEN, INNER, "bfloat16", swiglu, {}, {}),
     ]
-    for tokens, dtype, activation, changes, options in cases:
+    for tokens, hidden, inner, dtype, activation, changes, options in cases:
         given, launches = ids(rng, tokens), []
-        tile = replace(tile_for(tokens, TOP_K, EXPERTS, HIDDEN, INNER, dtype), **changes)
+        tile = replace(tile_for(tokens, TOP_K, EXPERTS, hidden, inner, dtype), **changes)
         if "slots" in options:
             given["weight_row_ptr"] = rng.permutation(9)[:EXPERTS].astype(np.int32)
         if tokens > 1:
             launches.append(Launch(plan_spec(tokens, TOP_K, EXPERTS, tile.block_n, slots=options.get("slots"))))
         ffn = expert_ffn_spec(
-            tokens, TOP_K, EXPERTS, HIDDEN, INNER, dtype=dtype, activation=activation, tile=tile, **options
+            tokens, TOP_K, EXPERTS, hidden, inner, dtype=dtype, activation=activation, tile=tile, **options
         )
         # The plan has read the table of slots for two rows or more.
         launches.append(Launch(ffn, {} if tokens == 1 else {"weight_row_ptr": "nothing"}))

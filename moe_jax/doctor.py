@@ -33,7 +33,7 @@ PACKAGES = (
     "cuda-core",
     "cuda-bindings",
 )
-GPU_PACKAGES = ("jax-triton", "cuda-core")  # what the CUDA extras add to JAX
+GPU_PACKAGES = ("triton", "cuda-core")  # what the CUDA extras add to JAX
 VARIABLES = ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
 OLDEST_DRIVER = 525  # CUDA 12 of the PyPI wheels; CUDA 13 wants 580
 CUDA13_DRIVER = 580

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from . import xla_call
 from .device import device_of, triton_refusal
 from .dispatch import OutOfScope
 from .errors import InvalidArgument
@@ -125,7 +126,7 @@ def _on_cuda(
         pieces = {i: jax.tree.map(functools.partial(cut, fill=fill), args[i]) for i, fill in rows.items()}
         out = lax.map(lambda piece: launch(*(piece.get(i, a) for i, a in enumerate(args))), pieces)
         out = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:total], out)
-    # The kernels' outputs come without the manual axes of their inputs.
+    # A launch's results vary over the manual axes of what it was given, the reference's maybe over more or fewer.
     return vary_together(out, like=args)
 
 
@@ -171,8 +172,11 @@ def copy_refusal(**arrays: Any) -> str | None:
 def varying_refusal(*arrays: Any) -> str | None:
     """Why a kernel cannot change arrays in place under ``shard_map``, or None.
 
-    jax-triton gives what a Ref holds afterwards without the axes that its type varies over, which ``check_vma`` finds.
+    None where XLA calls the kernels itself; jax-triton gives what a Ref holds afterwards without the axes that its type
+    varies over, which ``check_vma`` finds.
     """
+    if xla_call.known():
+        return None
     axes = {axis for a in arrays if isinstance(a, jax.Array) for axis in jax.typeof(a).manual_axis_type.varying}
     if not axes:
         return None

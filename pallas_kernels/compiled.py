@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time, without a GPU, into cubins that the launcher loads; and folders of them."""
+"""Kernels compiled ahead of time, without a GPU: cubins that the launcher loads, folders of them, and PTX for XLA."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .device import MINIMUM_CAPABILITY
 from .errors import CannotServe, InvalidArgument
 from .spec import DTYPES, KernelSpec
+
+# The driver compiles PTX and refuses a version newer than its own; Triton writes that of its own assembler. So, for
+# capabilities up to each: the first version that knows them, at least that of CUDA 12.0, the oldest supported.
+PTX_VERSIONS = ((90, 80), (102, 87), (109, 88), (119, 90), (120, 87), (129, 88))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,17 @@ class Resources(NamedTuple):
     shared: int
 
 
+class Ptx(NamedTuple):
+    """A kernel as text that the driver compiles; what a launch needs is as in `CompiledKernel`."""
+
+    text: str
+    symbol: str
+    threads: int
+    shared: int
+    global_scratch: int
+    profile_scratch: int
+
+
 def compile_spec(spec: KernelSpec, capability: int) -> CompiledKernel:
     """Compile for a capability such as 90. Needs Triton, no GPU.
 
@@ -59,29 +74,8 @@ def compile_spec(spec: KernelSpec, capability: int) -> CompiledKernel:
         CannotServe: a capability below 80, or programmatic dependent launch below 90.
     """
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    where = f"compile_spec({spec.name!r})"
-    needed = 90 if spec.pdl else MINIMUM_CAPABILITY
-    if capability < needed:
-        raise CannotServe("compute capability", where=where, got=f"sm_{capability}", wanted=f"sm_{needed} or newer")
-    types = {a.name: "*" + DTYPES[a.dtype] for a in spec.arguments}
-    constants = dict(spec.constexprs)
-    source = ASTSource(
-        fn=spec.function,
-        signature={name: types.get(name, "constexpr") for name in spec.function.arg_names},
-        constexprs=constants,
-        # Every buffer begins at a multiple of 16 bytes: what makes 16-byte loads possible.
-        attrs={(spec.function.arg_names.index(name),): [["tt.divisibility", 16]] for name in types},
-    )
-    options = {
-        "num_warps": spec.num_warps,
-        "num_stages": spec.num_stages,
-        "enable_fp_fusion": spec.enable_fp_fusion,
-        "launch_pdl": spec.pdl,
-    }
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    built = _build(spec, capability, f"compile_spec({spec.name!r})")
     meta = built.metadata
     return CompiledKernel(
         key=spec.key,
@@ -95,6 +89,74 @@ def compile_spec(spec: KernelSpec, capability: int) -> CompiledKernel:
         profile_scratch=meta.profile_scratch_size,
         cubin=built.asm["cubin"],
     )
+
+
+def ptx_of(spec: KernelSpec, capability: int) -> Ptx:
+    """PTX for a capability such as 90, compiled once in a process for equal specs. Needs Triton, no GPU.
+
+    Raises:
+        CannotServe: as `compile_spec`.
+    """
+    key = spec.key, capability
+    if key not in _ptx:
+        version = next((version for last, version in PTX_VERSIONS if capability <= last), None)
+        built = _build(spec, capability, f"ptx_of({spec.name!r})", ptx_version=version)
+        meta = built.metadata
+        _ptx[key] = Ptx(
+            text=without_debug_info(built.asm["ptx"]),
+            symbol=meta.name,
+            threads=meta.num_warps * 32,
+            shared=meta.shared,
+            global_scratch=meta.global_scratch_size,
+            profile_scratch=meta.profile_scratch_size,
+        )
+    return _ptx[key]
+
+
+_ptx: dict[tuple[str, int], Ptx] = {}
+
+
+def without_debug_info(ptx: str) -> str:
+    """PTX without line numbers: more than half of the text, and paths of the machine that compiled it."""
+    ptx = re.sub(r"^[ \t]*\.section[ \t]+\.debug\w+\s*\{[^}]*\}\n", "", ptx, flags=re.MULTILINE)
+    return re.sub(r"^[ \t]*(\.(loc|file)[ \t].*|//.*|\$L__tmp\d+:)\n", "", ptx, flags=re.MULTILINE)
+
+
+def _build(spec: KernelSpec, capability: int, where: str, **more: Any) -> Any:
+    """What ``triton.compile`` makes of a spec; ``more`` are options of Triton's."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    needed = 90 if spec.pdl else MINIMUM_CAPABILITY
+    if capability < needed:
+        raise CannotServe("compute capability", where=where, got=f"sm_{capability}", wanted=f"sm_{needed} or newer")
+    types = {a.name: "*" + DTYPES[a.dtype] for a in spec.arguments}
+    constants = dict(spec.constexprs)
+    source = _source_of(spec.function)(
+        fn=spec.function,
+        signature={name: types.get(name, "constexpr") for name in spec.function.arg_names},
+        constexprs=constants,
+        # Every buffer begins at a multiple of 16 bytes: what makes 16-byte loads possible.
+        attrs={(spec.function.arg_names.index(name),): [["tt.divisibility", 16]] for name in types},
+    )
+    options = {
+        "num_warps": spec.num_warps,
+        "num_stages": spec.num_stages,
+        "enable_fp_fusion": spec.enable_fp_fusion,
+        "launch_pdl": spec.pdl,
+    }
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options | more)
+
+
+def _source_of(function: Any) -> Any:
+    """Triton's class for the source of a function, which Gluon has its own of."""
+    from triton.compiler import ASTSource
+
+    if not getattr(function, "is_gluon", bool)():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def save(folder: Path | str, kernels: Iterable[CompiledKernel]) -> None:

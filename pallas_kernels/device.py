@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import re
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import jax
 
 MINIMUM_CAPABILITY = 80
-MINIMUM_JAX_TRITON = (0, 4)
+MINIMUM_TRITON = (3, 6)  # the oldest whose kernels have run on a device
 
 
 def device_of(array: Any) -> jax.Device:
@@ -38,7 +37,7 @@ def shared_memory(capability: int) -> int:
 
 
 def triton_refusal(device: jax.Device) -> str | None:
-    """Why ``jax_triton.triton_call`` cannot serve a device, or None. Decided once per kind of device."""
+    """Why Triton kernels cannot serve a device inside ``jit``, or None. Decided once per kind of device."""
     return _refusal(device.platform, device.device_kind, getattr(device, "compute_capability", None))
 
 
@@ -57,19 +56,11 @@ def _refusal(platform: str, kind: str, capability: str | None) -> str | None:
 
 def _missing_package() -> str | None:
     remedy = f"pip install 'moe-jax[{'cuda12' if importlib.util.find_spec('jax_cuda12_plugin') else 'cuda13'}]'"
-    wanted = ".".join(map(str, MINIMUM_JAX_TRITON))
-    try:
-        found = importlib.metadata.version("jax-triton")
-    except importlib.metadata.PackageNotFoundError:
-        return f"jax-triton is not installed, {wanted} or newer is needed: {remedy}"
-    if tuple(map(int, re.findall(r"\d+", found)[:2])) < MINIMUM_JAX_TRITON:
-        return f"jax-triton {found} is installed, {wanted} or newer is needed: {remedy}"
+    wanted = ".".join(map(str, MINIMUM_TRITON))
     try:
         import triton
-        from triton.backends.nvidia import driver
     except ImportError as error:
-        return f"Triton cannot be imported ({error}): {remedy}"
-    # What jax-triton takes from Triton. Without it jax-triton imports all the same and fails at the first kernel.
-    if not hasattr(driver, "TMA_DTYPE_DEVICE_TO_HOST"):
-        return f"Triton {triton.__version__} is installed, jax-triton {found} needs 3.7 or newer: {remedy}"
+        return f"Triton cannot be imported ({error}), {wanted} or newer is needed: {remedy}"
+    if tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < MINIMUM_TRITON:
+        return f"Triton {triton.__version__} is installed, {wanted} or newer is needed: {remedy}"
     return None

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
+from . import jax_triton_call, xla_call
 from .checks import check_dtype, check_shape
 from .errors import InvalidArgument
 from .spec import Argument, KernelSpec
@@ -27,31 +27,12 @@ def call(spec: KernelSpec, inputs: Sequence[Array | jax.Ref]) -> tuple[Array, ..
     Raises:
         InvalidArgument: another number, kind, shape or dtype of inputs than the spec's.
     """
-    import jax_triton
-
     where = f"call({spec.name!r})"
     if len(inputs) != len(spec.inputs):
         raise InvalidArgument("number of inputs", where=where, got=len(inputs), wanted=len(spec.inputs))
-    operands: dict[str, Any] = {}
     for argument, given in zip(spec.inputs, inputs, strict=True):
         _check(where, argument, given)
-        operands[argument.name] = given
-    for argument in spec.arguments:
-        if argument.role == "state":
-            operands[argument.name] = jax.new_ref(jnp.zeros(argument.shape, argument.dtype))
-    written = [a for a in spec.arguments if a.role in ("out", "scratch")]
-    results = jax_triton.triton_call(
-        kernel=spec.function,
-        out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in written],
-        grid=spec.grid,
-        name=spec.name,
-        num_warps=spec.num_warps,
-        num_stages=spec.num_stages,
-        backend_options={"enable_fp_fusion": spec.enable_fp_fusion},
-        **operands,
-        **dict(spec.constexprs),
-    )
-    return tuple(value for argument, value in zip(written, results, strict=True) if argument.role == "out")
+    return (xla_call if xla_call.known() else jax_triton_call).call(spec, inputs)
 
 
 def _check(where: str, argument: Argument, given: Any) -> None:

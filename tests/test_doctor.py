@@ -49,7 +49,7 @@ def test_a_working_gpu_has_no_problem():
 
 
 def test_a_plain_cpu_machine_has_no_problem():
-    machine = without(replace(HIDDEN, driver=None, complaint=None), "jax-cuda13-plugin", "jax-triton", "cuda-core")
+    machine = without(replace(HIDDEN, driver=None, complaint=None), "jax-cuda13-plugin", "triton", "cuda-core")
     assert doctor.problems(machine) == []
 
 
@@ -99,8 +99,8 @@ def test_a_gpu_below_capability_8_is_named():
 
 
 def test_packages_of_the_cuda_extra_missing_on_a_gpu_machine():
-    (problem,) = doctor.problems(without(HEALTHY, "jax-triton"))
-    assert problem.what == "not installed: jax-triton"
+    (problem,) = doctor.problems(without(HEALTHY, "triton"))
+    assert problem.what == "not installed: triton"
     assert problem.remedy == "pip install 'moe-jax[cuda13]'"
 
 
@@ -194,7 +194,7 @@ def test_C114_the_cpu_is_taken_when_it_is_asked_for(monkeypatch):
 
 def test_a_gpu_that_jax_sees_is_used_whatever_else_the_doctor_finds(monkeypatch):
     asked = []
-    fake_machine(monkeypatch, without(HEALTHY, "jax-triton"))
+    fake_machine(monkeypatch, without(HEALTHY, "triton"))
     monkeypatch.setattr(devices.jax, "devices", lambda kind: asked.append(kind) or [H200])
     assert devices.choose(devices.DeviceName.cuda) is H200
     assert asked == ["gpu"]

@@ -25,7 +25,7 @@ from moe_jax.pallas_kernels.prefill import (
 )
 from moe_jax.pallas_kernels.prefill.mosaic_kernel import MosaicTile
 from moe_jax.pallas_kernels.spec import _sources
-from moe_jax.pallas_kernels.tuned import Found, Refused, choose, lookup, source_hash, tuned_tile_for
+from moe_jax.pallas_kernels.tuned import Found, Refused, choose, lookup, source_hash, tiles, tuned_tile_for
 from moe_jax.pallas_kernels.tuned.lookup import DATA, file_name, load
 from moe_jax.pallas_kernels.tuned.store import write
 from moe_jax.pallas_kernels.tuned.tiles import _SOURCES, rebuild
@@ -327,23 +327,49 @@ def test_C69_a_truncated_file_is_no_crash(tmp_path):
 def test_one_row_keeps_to_the_arithmetic_that_was_tuned_for_other_rows(tmp_path: Path) -> None:
     """Its own kernel runs the instruction of 16 rows a warp; where others were tuned with another, it is not taken."""
     sizes = (8, 128, 2048, 768, "bfloat16", DEVICE)
-    assert tuned_tile_for(1, *sizes, folder=tmp_path).tile.held
-    assert not tuned_tile_for(1, *sizes, capability=80, folder=tmp_path).tile.held
+    assert tuned_tile_for(1, *sizes, folder=tmp_path).tile.ring
+    assert not tuned_tile_for(1, *sizes, capability=80, folder=tmp_path).tile.ring
     narrow = dataclasses.replace(tile_for(4, 4, 64, 2048, 768, "bfloat16"), block_m=32)
     others = {"shape": [2048, 768, 64, 4], "dtype": "bfloat16", "tokens": 4, "tile": dataclasses.asdict(narrow)}
     write(tmp_path, DEVICE, "expert_ffn", SOURCE, BUILDER, "2026-01-01", [others])
     tile = tuned_tile_for(1, *sizes, source=SOURCE, folder=tmp_path).tile
-    assert (tile.block_m, tile.num_warps, tile.held) == (32, 4, 0)
+    assert (tile.block_m, tile.num_warps, tile.ring, tile.ahead) == (32, 4, 0, 0)
     swiglu = Activation(name="swiglu", layout="halves")
     assert expert_ffn_spec(1, *sizes[:4], dtype="bfloat16", activation=swiglu, tile=tile).name == "expert_ffn"
 
 
-def test_a_change_of_the_kernel_for_one_row_makes_tuned_data_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton = pytest.importorskip("triton")
-    from moe_jax.pallas_kernels.experts import row_triton
-
+@pytest.mark.parametrize("name", ["_text", "PAIRS", "ROW_DEPTH", "ROW_OUTPUTS"])
+def test_a_change_of_the_kernel_for_one_row_makes_tuned_data_stale(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    source_hash.cache_clear()
     before = source_hash("expert_ffn")
-    monkeypatch.setitem(row_triton.expert_ffn_row.fn.__globals__, "PAIRS", triton.language.constexpr(4))
+    read = tiles._text
+    monkeypatch.setattr(tiles, name, (lambda file: read(file) + "\n# changed") if name == "_text" else 4)
     source_hash.cache_clear()
     assert source_hash("expert_ffn") != before
+    source_hash.cache_clear()
+
+
+def test_what_the_kernel_for_one_row_reaches_makes_data_stale() -> None:
+    """Its own file, functions that the other kernel has too, and constants of its file."""
+    pytest.importorskip("triton")
+    swiglu = Activation(name="swiglu", layout="halves")
+    one, rows = (
+        {text.split("\n")[0] for text in _sources(spec.function)}
+        for spec in (
+            expert_ffn_spec(n, 8, 128, 2048, 768, dtype="bfloat16", activation=swiglu, capability=90) for n in (1, 4)
+        )
+    )
+    own = {name for name in one if ".row_gluon." in name}
+    assert one - own and one - own <= rows and len(own) > 1
+
+
+def test_data_of_other_row_counts_needs_no_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    source_hash.cache_clear()
+    before = source_hash("expert_ffn")
+    monkeypatch.delitem(sys.modules, "moe_jax.pallas_kernels.experts.row_gluon", raising=False)
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
+    source_hash.cache_clear()
+    assert source_hash("expert_ffn") == before
     source_hash.cache_clear()

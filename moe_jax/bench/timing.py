@@ -76,8 +76,8 @@ def repeats_for(us: float) -> int:
 def rest(us: float) -> None:
     """Before a chain of so many microseconds runs again: nothing, or as long a pause if it is a tiring one.
 
-    At its power limit the chip lowers its clock by a tenth and more within some ten milliseconds of matrix products. With
-    pauses a cell and the ceilings that it is compared with are of the same clock, whatever ran before.
+    At its power limit the chip lowers its clock by a tenth and more within some ten milliseconds of matrix products.
+    With pauses a cell and the ceilings that it is compared with are of the same clock, whatever ran before.
     """
     if us >= TIRING_US:
         time.sleep(us * 1e-6)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 MAX_ROWS = 64
-# Pairs of the kernel for one row, a warp for each.
+# The kernel for one row: pairs, a warp for each; reduced elements of a step; outputs of a program.
 PAIRS = 8
+ROW_DEPTH = 64
+ROW_OUTPUTS = 16
+MOST_INNER = 1536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +26,10 @@ class Tile:
         programs: programs that share the tiles of two rows or more; as many as the device holds at once.
         backoff: nanoseconds between two looks at an arrival count.
         spread: 32-bit words between the arrival counts of two blocks; 32 gives each a cache line.
-        held: for one row, steps of the down product whose weights a program asks for before it waits for gate-up; the
-            last ``late`` of them need not have come when the wait begins. 0: the kernel of any number of rows. Of the
-            rest the other one, of 8 warps, takes ``num_stages``, ``block_k``, ``backoff`` and ``spread``.
+        ring: for one row, steps of weights that shared memory has places for; one is multiplied while the others come.
+            0: the kernel of any number of rows. Of the rest the other one takes ``spread`` only.
+        ahead: steps of the down product that it asks for before it looks for activations, which takes until these have
+            come.
     """
 
     block_m: int
@@ -36,8 +41,8 @@ class Tile:
     programs: int
     backoff: int
     spread: int
-    held: int = 0
-    late: int = 0
+    ring: int = 0
+    ahead: int = 0
 
 
 def down_split(inner: int) -> int:
@@ -65,14 +70,38 @@ def tile_for(
         block_m=64, block_k=128, num_warps=4, block_n=block_n, num_stages=stages, lag=8 if tokens == 1 else 24,
         programs=programs, backoff=100, spread=32,
     )  # fmt: skip
-    # The kernel for one row has a program for 16 outputs, which fills a multiprocessor: they should be about as many as
-    # a 9.0 has, whose matrix instruction is the one that gives both kernels equal bits. Wider I was not compiled.
-    fills = PAIRS // 2 < top_k <= PAIRS and 96 <= -(-hidden // 16) <= 132 and inner <= 1536
-    if tokens == 1 and fills and 90 <= capability < 100:
-        return replace(tile, num_stages=6, held=6, late=2)
+    if tokens == 1 and 90 <= capability < 100 and row_refusal(top_k, hidden, inner) is None and _has_gluon():
+        return replace(tile, ring=8, ahead=6)
     return tile
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    """Whether this Triton has what the kernel for one row is written in: its lower level moves between releases."""
+    try:
+        from . import row_gluon  # noqa: F401 (only whether it can be)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def row_refusal(top_k: int, hidden: int, inner: int) -> str | None:
+    """Why one row does not go to the kernel of its own, or None.
+
+    It has a program for `ROW_OUTPUTS` outputs, and one fills a multiprocessor: they should be about as many as a 9.0
+    has, whose matrix instruction is the one that gives both kernels equal bits.
+    """
+    if not PAIRS // 2 < top_k <= PAIRS:
+        return f"{top_k} experts a row: it has a warp for each of {PAIRS}"
+    if hidden % ROW_DEPTH or inner % ROW_DEPTH:
+        return f"H={hidden} and I={inner}: it takes multiples of {ROW_DEPTH}"
+    if not 96 <= hidden // ROW_OUTPUTS <= 132:
+        return f"H={hidden}: {hidden // ROW_OUTPUTS} programs, a 9.0 has 132 multiprocessors"
+    if inner > MOST_INNER:
+        return f"I={inner}: activations of at most {MOST_INNER} fit beside the weights"
+    return None
 
 
 def of_one_arithmetic(tile: Tile) -> Tile:
     """The tile, without the kernel for one row where its matrix instruction is not that of other row counts' tiles."""
-    return tile if tile.block_m == 16 * tile.num_warps else replace(tile, held=0, late=0)
+    return tile if tile.block_m == 16 * tile.num_warps else replace(tile, ring=0, ahead=0)

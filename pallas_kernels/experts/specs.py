@@ -8,12 +8,18 @@ from ..errors import InvalidArgument
 from ..grouped_moe.activation import Activation
 from ..plan.specs import block_count, power_of_two
 from ..spec import Argument, KernelSpec, check_float
-from .heuristics import MAX_ROWS, PAIRS, Tile, down_split, of_one_arithmetic, tile_for
+from .heuristics import (
+    MAX_ROWS,
+    MOST_INNER,
+    PAIRS,
+    ROW_DEPTH,
+    ROW_OUTPUTS,
+    Tile,
+    down_split,
+    of_one_arithmetic,
+    tile_for,
+)
 from .reference import expert_ffn as reference
-
-# The kernel for one row: outputs of a program, and reduced elements a step of its gate-up tiles.
-ROW_OUTPUTS = 16
-ROW_GATE_K = 64
 
 
 def expert_ffn_spec(
@@ -45,7 +51,7 @@ def expert_ffn_spec(
     as `Argument` says.
     Output: ``out`` ``[T, H]``.
 
-    With ``tile.held`` the kernel is `row_triton`'s, of one row: the same inputs and bits, and no ``pair``. Device data
+    With ``tile.ring`` the kernel is `row_gluon`'s, of one row: the same inputs and bits, and no scratch. Device data
     is not checked: every expert that a row names must have a slot from 0 to S - 1.
 
     Args:
@@ -55,7 +61,7 @@ def expert_ffn_spec(
         pdl: launch while the kernel before still runs (sm_90).
 
     Raises:
-        InvalidArgument: rows, dtype or tile out of range; ``tile.held`` for more than its kernel takes.
+        InvalidArgument: rows, dtype or tile out of range; ``tile.ring`` for more than its kernel takes.
     """
     where = "expert_ffn_spec"
     if not 1 <= tokens <= MAX_ROWS:
@@ -67,7 +73,7 @@ def expert_ffn_spec(
     if tile.backoff < 0 or tile.spread < 1:
         got = f"backoff={tile.backoff}, spread={tile.spread}"
         raise InvalidArgument("tile", where=where, got=got, wanted="backoff of at least 0, spread of at least 1")
-    if tile.held:
+    if tile.ring:
         sizes = (tokens, top_k, experts, hidden, inner)
         return _row_spec(sizes, dtype, activation, slots, gate_up_bias, down_bias, residual, tile, pdl)
     from .triton import expert_ffn as kernel
@@ -178,22 +184,26 @@ def _row_spec(
     tile: Tile,
     pdl: bool,
 ) -> KernelSpec:
-    """`expert_ffn_spec` of one row, by the kernel that holds down weights while it waits."""
+    """`expert_ffn_spec` of one row, by the kernel that streams gate-up and down weights without a break."""
     tokens, top_k, experts, hidden, inner = sizes
 
     def check(holds: bool, got: object, wanted: str) -> None:
         if not holds:
-            raise InvalidArgument("tile.held", where="expert_ffn_spec", got=got, wanted=wanted)
+            raise InvalidArgument("tile.ring", where="expert_ffn_spec", got=got, wanted=wanted)
 
     check(tokens == 1, f"{tokens} rows", "0, or one row")
     check(top_k <= PAIRS, f"{top_k} experts a row", f"0, or at most {PAIRS} experts a row")
-    check(dtype != "float32" and down_split(inner) == 1, f"{dtype}, I={inner}", "0, or 16 bits and one part of I")
+    check(dtype != "float32" and inner <= MOST_INNER, f"{dtype}, I={inner}", f"0, or 16 bits and I up to {MOST_INNER}")
+    multiples = f"0, or H and I multiples of {ROW_DEPTH}"
+    check(hidden % ROW_DEPTH == 0 and inner % ROW_DEPTH == 0, f"H={hidden}, I={inner}", multiples)
     # Else other row counts run another matrix instruction, whose bits may differ.
     check(of_one_arithmetic(tile) is tile, f"{tile.block_m} rows by {tile.num_warps} warps", "0, or 16 rows a warp")
-    check(0 <= tile.late <= tile.held, f"held={tile.held}, late={tile.late}", "late of at most held")
-    from .row_triton import expert_ffn_row as kernel
+    most = hidden // ROW_DEPTH
+    check(2 <= tile.ring <= most, tile.ring, f"0, or 2 to {most}, the steps of H")
+    check(0 <= tile.ahead < tile.ring, f"ring={tile.ring}, ahead={tile.ahead}", "ahead of less than ring")
+    from .row_gluon import expert_ffn_row as kernel
 
-    programs, steps, rows = -(-hidden // ROW_OUTPUTS), -(-inner // tile.block_k), activation.rows(inner)
+    programs, rows = hidden // ROW_OUTPUTS, activation.rows(inner)
     # The fewest lines with which a program has one gate-up tile at most: a multiprocessor reads no faster than its
     # share of the device's rate, so all have to read the same.
     lines = next((n for n in range(16, 16 * PAIRS, 16) if top_k * -(-rows // n) <= programs), 16 * PAIRS)
@@ -203,8 +213,7 @@ def _row_spec(
         function=kernel,
         arguments=(
             *inputs,
-            Argument("state_ptr", "int32", (2 * tile.spread,), "state"),
-            Argument("inner_ptr", dtype, (top_k, inner), "scratch"),
+            Argument("state_ptr", "int32", (2 * tile.spread + top_k * inner,), "state"),
             Argument("out_ptr", dtype, (1, hidden), "out"),
         ),
         constexprs=(
@@ -218,20 +227,16 @@ def _row_spec(
             ("DOWN_BIAS", down_bias),
             ("RESIDUAL", residual),
             ("GATE_LINES", lines),
-            ("GATE_M", 16 * PAIRS),
-            ("GATE_K", ROW_GATE_K),
-            ("BLOCK_M", ROW_OUTPUTS),
-            ("BLOCK_K", tile.block_k),
-            ("HELD", min(tile.held, steps)),
-            ("LATE", min(tile.late, steps)),
+            ("OUTPUTS", ROW_OUTPUTS),
+            ("RING", tile.ring),
+            ("AHEAD", tile.ahead),
             ("PROGRAMS", programs),
-            ("BACKOFF", tile.backoff),
             ("SPREAD", tile.spread),
             ("PDL", pdl),
         ),
         grid=(programs, 1, 1),
         num_warps=PAIRS,
-        num_stages=tile.num_stages,
+        num_stages=1,
         enable_fp_fusion=False,
         pdl=pdl,
         reference=functools.partial(reference, activation=activation, experts=experts),

@@ -23,7 +23,7 @@ from ..route import Routing
 from ..spec import Argument, KernelSpec
 from ..tuned import Chosen, choose
 from .mosaic_kernel import DEPTH, STEP, MosaicTile, grouped_matmul
-from .specs import MAX_PAIRS
+from .specs import MAX_PAIRS, row_piece
 from .steps import combine, plan
 
 MIN_ROWS = 65
@@ -40,8 +40,7 @@ def copy_rows_spec(tokens: int, top_k: int, experts: int, hidden: int, tile: Mos
 
     units = block_count(tokens, top_k, experts, STEP)
     blocks = table_size(tokens * top_k, experts, tile)
-    columns = min(2048, power_of_two(hidden))
-    at_once = max(1, 4096 // columns)
+    columns, _ = row_piece(hidden, dtype)
     return KernelSpec(
         name="prefill_copy_rows",
         function=copy_rows,
@@ -55,18 +54,18 @@ def copy_rows_spec(tokens: int, top_k: int, experts: int, hidden: int, tile: Mos
         ),
         constexprs=(
             ("TOP_K", top_k),
-            ("TOKENS", tokens),
             ("UNITS", units),
+            ("UNITS_AT_ONCE", max(32, min(4096, power_of_two(units)))),
             ("EXPERTS_POW2", max(32, power_of_two(experts))),
             ("PER_BLOCK", tile.rows // STEP),
             ("GROUP", tile.group),
             ("BLOCKS", blocks),
+            ("BLOCKS_AT_ONCE", max(32, min(2048, power_of_two(blocks)))),
             ("HIDDEN", hidden),
-            ("ROWS", at_once),
             ("COLUMNS", columns),
         ),
-        grid=(1 + -(-hidden // columns) * -(-tokens // at_once), 1, 1),
-        num_warps=4,
+        grid=(1 + tokens * -(-hidden // columns), 1, 1),
+        num_warps=4,  # also for rows of fewer bytes: the table of blocks stands in one program's registers
         num_stages=1,
         enable_fp_fusion=False,
         pdl=False,

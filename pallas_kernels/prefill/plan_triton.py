@@ -1,7 +1,7 @@
 """Many pairs grouped by expert on the device: counts, scan and scatter, or all three in one launch.
 
-A pair's place is the first place of its expert, plus the expert's pairs in earlier chunks, plus those before it in
-its own chunk. All three are counts, so the order is stable whatever the order in which programs run.
+A pair's place is the first place of its expert, plus the expert's pairs in earlier chunks, in earlier parts of its
+chunk, and before it in its part. All are counts, so the order is stable whatever the order in which programs run.
 """
 
 from __future__ import annotations
@@ -37,13 +37,78 @@ def count_pairs(
 
 
 @triton.jit
-def scan_chunks(counts_ptr, before_ptr, totals_ptr, CHUNKS: tl.constexpr, CHUNKS_POW2: tl.constexpr):
-    """Pairs of one expert in the chunks before each chunk, and in all of them."""
-    expert = tl.program_id(0)
-    chunk = tl.arange(0, CHUNKS_POW2)
-    counts = tl.load(counts_ptr + expert * CHUNKS + chunk, mask=chunk < CHUNKS, other=0)
-    tl.store(before_ptr + expert * CHUNKS + chunk, tl.cumsum(counts, 0) - counts, mask=chunk < CHUNKS)
-    tl.store(totals_ptr + expert, tl.sum(counts, 0))
+def scan_chunks(counts_ptr, before_ptr, totals_ptr, CHUNKS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Pairs of one expert in the chunks before each chunk, and in all of them; AT_ONCE chunks a step."""
+    line = tl.program_id(0) * CHUNKS
+    total = 0
+    for start in range(0, CHUNKS, AT_ONCE):
+        chunk = start + tl.arange(0, AT_ONCE)
+        counts = tl.load(counts_ptr + line + chunk, mask=chunk < CHUNKS, other=0)
+        tl.store(before_ptr + line + chunk, total + tl.cumsum(counts, 0) - counts, mask=chunk < CHUNKS)
+        total += tl.sum(counts, 0)
+    tl.store(totals_ptr + tl.program_id(0), total)
+
+
+@triton.jit
+def _within(mine, exists, base, EXPERTS_POW2: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr):
+    """``base`` ``[E']`` of each pair's expert, and the expert's pairs before it in the chunk.
+
+    Pairs of one part are compared with each other, earlier parts are counted: PART comparisons a pair, not CHUNK.
+    """
+    PARTS: tl.constexpr = CHUNK // PART
+    key = tl.arange(0, CHUNK) // PART * EXPERTS_POW2 + mine
+    counts = tl.reshape(tl.histogram(key, PARTS * EXPERTS_POW2, mask=exists), [PARTS, EXPERTS_POW2])
+    start = tl.cumsum(counts, 0) - counts + base[None, :]
+    place = tl.gather(tl.reshape(start, [PARTS * EXPERTS_POW2]), key, 0)
+    part = tl.reshape(tl.where(exists, mine, -1), [PARTS, PART])
+    at = tl.arange(0, PART)
+    # The pair compared with comes first: it goes slowest, and most of a sum lies in one thread's registers.
+    same = (tl.trans(part)[:, :, None] == part[None, :, :]) & (at[:, None] < at[None, :])[:, None, :]
+    return place + tl.reshape(tl.sum(same.to(tl.int32), 0), [CHUNK])
+
+
+@triton.jit
+def _pad(
+    totals,
+    first,
+    last,
+    start,
+    weight_row_ptr,
+    block_row_ptr,
+    block_pair_ptr,
+    EXPERTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_POW2: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    INDIRECT: tl.constexpr,
+):
+    """Rows of AT_ONCE blocks from ``start`` on, and -1 where they hold no pair.
+
+    Args:
+        totals, first, last: ``[E']``, an expert's pairs, its first block and the one after its last.
+    """
+    at = tl.arange(0, AT_ONCE)
+    block = start + at
+    # A block's owner is the number of experts whose blocks end at or before it. These are counted, so that no block is
+    # compared with every expert; in at least as many bins as a warp has threads.
+    BINS: tl.constexpr = AT_ONCE if AT_ONCE >= 32 else 32
+    ends = tl.maximum(last - start, 0)
+    owner = tl.cumsum(tl.histogram(ends, BINS, mask=ends < BINS), 0)
+    if BINS > AT_ONCE:
+        owner = tl.gather(owner, at, 0)
+    filled = owner < EXPERTS
+    owner = tl.where(filled, owner, 0)
+    live = tl.where(filled, tl.gather(first * BLOCK + totals, owner, 0) - block * BLOCK, 0)
+    slot = tl.arange(0, BLOCK_POW2)
+    padding = (slot[None, :] >= live[:, None]) & (slot < BLOCK)[None, :]
+    tl.store(
+        block_pair_ptr + block[:, None] * BLOCK + slot[None, :],
+        tl.full([AT_ONCE, BLOCK_POW2], -1, tl.int32),
+        mask=padding & (block < BLOCKS)[:, None],
+    )
+    row = tl.load(weight_row_ptr + owner) if INDIRECT else owner
+    tl.store(block_row_ptr + block, tl.where(filled, row, -1), mask=block < BLOCKS)
 
 
 @triton.jit
@@ -57,11 +122,12 @@ def place_pairs(
     block_pair_ptr,
     place_ptr,
     PAIRS: tl.constexpr,
-    PAIRS_POW2: tl.constexpr,
+    PAIRS_AT_ONCE: tl.constexpr,
     EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    PART: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_POW2: tl.constexpr,
@@ -75,48 +141,45 @@ def place_pairs(
     """
     program = tl.program_id(0)
     expert = tl.arange(0, EXPERTS_POW2)
+    own = program * CHUNK + tl.arange(0, CHUNK)
+    mine, exists = _known(ids_ptr, own, PAIRS, EXPERTS)
+    before = 0
     if ALONE:
-        ids, valid = _known(ids_ptr, tl.arange(0, PAIRS_POW2), PAIRS, EXPERTS)
-        totals = tl.histogram(ids, EXPERTS_POW2, mask=valid)
+        # One histogram gives both: an expert's pairs before the chunk, and the others.
+        counts = tl.zeros([2 * EXPERTS_POW2], tl.int32)
+        for start in range(0, PAIRS, PAIRS_AT_ONCE):
+            at = start + tl.arange(0, PAIRS_AT_ONCE)
+            ids, valid = _known(ids_ptr, at, PAIRS, EXPERTS)
+            half = tl.where(at < program * CHUNK, 0, EXPERTS_POW2)
+            counts += tl.histogram(ids + half, 2 * EXPERTS_POW2, mask=valid)
+        split = tl.reshape(counts, [2, EXPERTS_POW2])
+        totals = tl.sum(split, 0)
+        before = tl.sum(tl.where((tl.arange(0, 2) == 0)[:, None], split, 0), 0)
     else:
         totals = tl.load(totals_ptr + expert, mask=expert < EXPERTS, other=0)
     blocks = (totals + (BLOCK - 1)) // BLOCK
     last = tl.cumsum(blocks, 0)
     first = last - blocks
     if program < CHUNKS:
-        own = program * CHUNK + tl.arange(0, CHUNK)
-        mine, exists = _known(ids_ptr, own, PAIRS, EXPERTS)
-        if ALONE:
-            at = tl.arange(0, PAIRS_POW2)
-            ids, valid = _known(ids_ptr, at, PAIRS, EXPERTS)
-            before = tl.histogram(ids, EXPERTS_POW2, mask=valid & (at < program * CHUNK))
-            place = tl.gather(first * BLOCK + before, mine, 0)
-        else:
-            place = tl.gather(first * BLOCK, mine, 0) + tl.load(before_ptr + mine * CHUNKS + program)
-        PART: tl.constexpr = tl.constexpr(16)
-        hits = tl.zeros([CHUNK, PART], tl.int32)
-        for start in range(0, CHUNK, PART):
-            other = program * CHUNK + start + tl.arange(0, PART)
-            theirs, real = _known(ids_ptr, other, PAIRS, EXPERTS)
-            earlier = (other[None, :] < own[:, None]) & real[None, :]
-            hits += ((theirs[None, :] == mine[:, None]) & earlier).to(tl.int32)
-        place += tl.sum(hits, 1)
+        earlier = 0 if ALONE else tl.load(before_ptr + mine * CHUNKS + program)
+        place = _within(mine, exists, first * BLOCK + before, EXPERTS_POW2, CHUNK, PART) + earlier
         tl.store(place_ptr + own, tl.where(exists, place, -1), mask=own < PAIRS)
         tl.store(block_pair_ptr + place, own, mask=exists)
     else:
-        block = (program - CHUNKS) * AT_ONCE + tl.arange(0, AT_ONCE)
-        owner = tl.sum((last[None, :] <= block[:, None]).to(tl.int32), 1)
-        filled = owner < EXPERTS
-        owner = tl.where(filled, owner, 0)
-        live = tl.gather(totals, owner, 0) - (block - tl.gather(first, owner, 0)) * BLOCK
-        slot = tl.arange(0, BLOCK_POW2)
-        padding = (slot[None, :] >= tl.where(filled, live, 0)[:, None]) & (slot < BLOCK)[None, :]
-        tl.store(
-            block_pair_ptr + block[:, None] * BLOCK + slot[None, :],
-            tl.full([AT_ONCE, BLOCK_POW2], -1, tl.int32),
-            mask=padding & (block < BLOCKS)[:, None],
+        _pad(
+            totals,
+            first,
+            last,
+            (program - CHUNKS) * AT_ONCE,
+            weight_row_ptr,
+            block_row_ptr,
+            block_pair_ptr,
+            EXPERTS,
+            BLOCKS,
+            BLOCK,
+            BLOCK_POW2,
+            AT_ONCE,
+            INDIRECT,
         )
-        row = tl.load(weight_row_ptr + owner) if INDIRECT else owner
-        tl.store(block_row_ptr + block, tl.where(filled, row, -1), mask=block < BLOCKS)
         if program == CHUNKS:
             tl.store(used_ptr, tl.sum(blocks, 0))

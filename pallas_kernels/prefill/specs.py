@@ -16,7 +16,8 @@ MAX_PAIRS = 1 << 24
 
 # One launch counts all pairs in every program; beyond this many (pairs x experts) three launches are less work.
 _ALONE = 1 << 20
-_MAX_CHUNKS = 2048
+# Pairs that a program of one launch counts at once, and chunks that the scan takes at once: what registers hold.
+_COUNT, _SCAN = 8192, 2048
 _NONE = (1,)
 
 
@@ -45,10 +46,13 @@ def plan_specs(
 
     experts_pow2 = max(32, power_of_two(experts))
     alone = power_of_two(pairs) * experts_pow2 <= _ALONE
-    chunk = 128 if alone else max(256, power_of_two(-(-pairs // _MAX_CHUNKS)))
+    # Chunks, parts and blocks at once as measured on an H200. One launch has fewer programs, so each has less to do.
+    chunk = 128 if alone else 256
+    # Counts of a chunk's parts stand in registers: with many experts there are fewer parts.
+    part = min(chunk, 32 * max(1, experts_pow2 // 512))
     chunks, blocks = -(-pairs // chunk), block_count(tokens, top_k, experts, block)
     block_pow2 = power_of_two(block)
-    at_once = max(1, 2048 // block_pow2)
+    at_once = max(8, (256 if alone else 1024) // block_pow2)
     ids = Argument("ids_ptr", "int32", (tokens, top_k), "in")
     table = (experts, chunks)
     place = KernelSpec(
@@ -66,11 +70,12 @@ def plan_specs(
         ),
         constexprs=(
             ("PAIRS", pairs),
-            ("PAIRS_POW2", power_of_two(pairs)),
+            ("PAIRS_AT_ONCE", min(_COUNT, power_of_two(pairs))),
             ("EXPERTS", experts),
             ("EXPERTS_POW2", experts_pow2),
             ("CHUNKS", chunks),
             ("CHUNK", chunk),
+            ("PART", part),
             ("BLOCKS", blocks),
             ("BLOCK", block),
             ("BLOCK_POW2", block_pow2),
@@ -115,7 +120,7 @@ def plan_specs(
             Argument("before_ptr", "int32", table, "out"),
             Argument("totals_ptr", "int32", (experts,), "out"),
         ),
-        constexprs=(("CHUNKS", chunks), ("CHUNKS_POW2", power_of_two(chunks))),
+        constexprs=(("CHUNKS", chunks), ("AT_ONCE", min(_SCAN, power_of_two(chunks)))),
         grid=(experts, 1, 1),
         num_warps=4,
         num_stages=1,
@@ -124,6 +129,13 @@ def plan_specs(
         reference=reference.scan_chunks,
     )
     return count, scan, place
+
+
+def row_piece(hidden: int, dtype: str) -> tuple[int, int]:
+    """Columns of a row that a program copies or adds, and its warps: 16 bytes a thread, 128 threads at most."""
+    each = 4 if dtype == "float32" else 8
+    columns = min(128 * each, power_of_two(hidden))
+    return columns, max(1, columns // (32 * each))
 
 
 def combine_spec(
@@ -137,7 +149,7 @@ def combine_spec(
     """
     from .combine_triton import combine as kernel
 
-    columns = min(2048, power_of_two(hidden))
+    columns, warps = row_piece(hidden, dtype)
     return KernelSpec(
         name="prefill_combine",
         function=kernel,
@@ -154,8 +166,8 @@ def combine_spec(
             ("COLUMNS", columns),
             ("RESIDUAL", residual),
         ),
-        grid=(tokens, -(-hidden // columns), 1),
-        num_warps=max(1, min(8, columns // 256)),
+        grid=(tokens * -(-hidden // columns), 1, 1),
+        num_warps=warps,
         num_stages=1,
         enable_fp_fusion=False,
         pdl=False,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from moe_jax.pallas_kernels.grouped_moe import Activation
@@ -24,10 +27,14 @@ def routing(rng: np.random.Generator, tokens: int, experts: int, k: int) -> tupl
     return ids, (rng.random((tokens, k)) + 0.1).astype(np.float32)
 
 
-def buffers(spec, rng: np.random.Generator, ids: np.ndarray, scale: np.ndarray) -> dict[str, np.ndarray]:
-    """Random inputs in the spec's dtypes, zero state, and outputs and scratch full of NaN."""
-    made = {}
+def buffers(
+    spec, rng: np.random.Generator, ids: np.ndarray, scale: np.ndarray, given: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Random inputs in the spec's dtypes unless given, zero state, and outputs and scratch full of NaN."""
+    made: dict[str, Any] = dict(given or {})
     for a in spec.arguments:
+        if a.name in made:
+            continue
         if a.role == "state":
             made[a.name] = np.zeros(a.shape, a.dtype)
         elif a.role != "in":

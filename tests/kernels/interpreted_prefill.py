@@ -1,4 +1,4 @@
-"""Run by test_prefill.py in a process of its own, where Triton interprets instead of compiling."""
+"""Run by test_prefill{,_mosaic}.py in a process of its own, where Triton interprets instead of compiling."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from cases import ACTIVATIONS
 from prefill_cases import ids_of, layer_in_f64, random_layer, relative, run_layer, run_plan, small_tile
 
 from moe_jax.pallas_kernels.prefill import combine_spec, specs
+from moe_jax.pallas_kernels.prefill.mosaic import copy_rows_spec
+from moe_jax.pallas_kernels.prefill.mosaic_kernel import STEP, MosaicTile
 from moe_jax.pallas_kernels.prefill.reference import plan_pairs
 from moe_jax.pallas_kernels.route import Routing
 
@@ -36,10 +38,54 @@ def test_plan(experts, alone, monkeypatch):
 @pytest.mark.parametrize("kind", ["one", "none"])
 def test_plan_of_one_expert_and_of_none(kind, alone, monkeypatch):
     monkeypatch.setattr(specs, "_ALONE", 1 << 40 if alone else 0)
-    ids = ids_of(np.random.default_rng(1), 333, 2, 6, kind)
-    wanted = plan_pairs(ids, None, 6, 32)
-    for name, a, b in zip(wanted._fields, run_plan(interpreted, ids, 6, 32), wanted, strict=True):
+    check_plan(ids_of(np.random.default_rng(1), 333, 2, 6, kind), 6, 32)
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["one launch", "three launches"])
+@pytest.mark.parametrize("kind", ["random", "one", "none"])
+def test_plan_in_several_steps(kind, alone, monkeypatch):
+    """More pairs than a program counts at once, more chunks than the scan takes at once, more experts than parts of 32
+    pairs are made for."""
+    monkeypatch.setattr(specs, "_ALONE", 1 << 40 if alone else 0)
+    monkeypatch.setattr(specs, "_COUNT", 256)
+    monkeypatch.setattr(specs, "_SCAN", 2)
+    rng = np.random.default_rng(2)
+    for tokens, top_k, experts, block in ((433, 3, 5, 8), (181, 7, 520, 16)):
+        check_plan(ids_of(rng, tokens, top_k, experts, kind), experts, block)
+
+
+def check_plan(ids, experts, block):
+    wanted = plan_pairs(ids, None, experts, block)
+    for name, a, b in zip(wanted._fields, run_plan(interpreted, ids, experts, block), wanted, strict=True):
         np.testing.assert_array_equal(a, b, name)
+
+
+@pytest.mark.parametrize("kind", ["random", "one", "none"])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "hidden", "share"),
+    [(67, 3, 9, 40, False), (67, 3, 9, 2056, True), (41, 17, 40, 72, True), (5, 1, 1, 64, False)],
+)
+@pytest.mark.parametrize("at_once", [None, 32], ids=["table in one step", "in several"])
+def test_row_copy_and_table_of_blocks(tokens, top_k, experts, hidden, share, kind, at_once):
+    rng, tile = np.random.default_rng(10), MosaicTile(rows=16, sizes=(16,), share=share)
+    ids = ids_of(rng, tokens, top_k, experts, kind)
+    plan = plan_pairs(ids, None, experts, STEP)
+    spec = copy_rows_spec(tokens, top_k, experts, hidden, tile, dtype="float16")
+    if at_once:
+        steps = {"UNITS_AT_ONCE": at_once, "BLOCKS_AT_ONCE": at_once}
+        spec = dataclasses.replace(spec, constexprs=tuple((dict(spec.constexprs) | steps).items()))
+    x = rng.standard_normal((tokens, hidden)).astype("float16")
+    given = {"x_ptr": x, "block_row_ptr": plan.block_row, "place_ptr": plan.place}
+    given |= {a.name: np.full(a.shape, np.nan if a.dtype == "float16" else -7, a.dtype) for a in spec.outputs}
+    after = interpreted(spec, given)
+    assert spec.reference is not None
+    ordered, blocks, used = spec.reference(x, plan.block_row, plan.place)
+    live, count = plan.block_pair.reshape(-1) >= 0, int(used[0])
+    np.testing.assert_array_equal(after["sorted_ptr"][live], np.asarray(ordered)[live])
+    assert np.isnan(after["sorted_ptr"][~live]).all(), "padding was written"
+    assert after["used_ptr"][0] == count
+    assert (count > 0) == (kind != "none")
+    np.testing.assert_array_equal(after["blocks_ptr"][:count], np.asarray(blocks)[:count])
 
 
 def layer(seed, tokens, top_k, experts, hidden, inner, tile, *, dtype="float32", activation=0, **options):

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from lowering import compiled_here, kernels, lowered, pretend_gpu, pretend_hopper
 from moe_jax.pallas_kernels import as_operation as shared
-from moe_jax.pallas_kernels import dispatch
+from moe_jax.pallas_kernels import dispatch, xla_call
 from moe_jax.pallas_kernels.attention import attention
 from moe_jax.pallas_kernels.attention.api import ATTENTION
 from moe_jax.pallas_kernels.errors import CannotServe, InvalidArgument, SlowPathWarning
@@ -347,7 +347,9 @@ def test_pages_are_written_in_place():
 @pytest.mark.usefixtures("for_hopper")
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices (conftest.py sets XLA_FLAGS)")
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=lambda kind: kind.name)
-@pytest.mark.parametrize(("name", "check_vma"), [("linear", True), ("attention", True), ("kv_append", False)])
+@pytest.mark.parametrize(
+    ("name", "check_vma"), [("linear", True), ("attention", True), ("kv_append", True), ("kv_append", False)]
+)
 def test_inside_shard_map(name, check_vma, kind):
     """Rows, or pages, on four devices; each has its own part."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
@@ -377,7 +379,8 @@ def test_inside_shard_map(name, check_vma, kind):
 
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices (conftest.py sets XLA_FLAGS)")
-def test_in_place_under_check_vma_is_the_references():
+def test_in_place_under_check_vma_by_jax_triton_is_the_references(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(xla_call, "known", lambda: False)
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     given = [jax.device_put(jnp.concatenate([a] * 4), NamedSharding(mesh, P("x"))) for a in CALLS["kv_append"][1]]
 

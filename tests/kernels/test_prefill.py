@@ -35,7 +35,7 @@ MIXTRAL = (2, 8, 4096, 14336)
 
 @pytest.mark.slow
 def test_kernels_in_tritons_interpreter():
-    run_interpreted("interpreted_prefill.py")
+    run_interpreted("interpreted_prefill.py", "not row_copy")
 
 
 def matmuls(tokens, shape, dtype, capability, activation=ACTIVATIONS[0], **options):
@@ -81,9 +81,15 @@ def test_shipped_tiles_compile_without_spills(name, capability):
 
 OTHERS = {
     "plan, one launch": plan_specs(256, 8, 128, 32),
+    "plan, one launch, most pairs": plan_specs(4096, 8, 32, 8),
+    "plan, one launch, large blocks": plan_specs(256, 8, 384, 288),
     "plan, three launches": plan_specs(4096, 8, 384, 288, slots=400),
+    "plan, three launches, small blocks": plan_specs(4096, 8, 128, 8),
+    "plan, three launches, most pairs": plan_specs(MAX_PAIRS // 8, 8, 64, 8),
     "plan, one expert": plan_specs(65, 3, 1, 16),
+    "plan, 2048 experts": plan_specs(4096, 8, 2048, 32),
     "combine": (combine_spec(4096, 8, 40000, 2048, dtype="bfloat16", residual=True),),
+    "combine, 16 ranks": (combine_spec(4096, 16, 70000, 2880, dtype="float32", residual=True),),
     "combine, many ranks": (combine_spec(65, 60, 3900, 320, dtype="bfloat16"),),
     "combine, odd size": (combine_spec(129, 2, 400, 72, dtype="float32"),),
 }
@@ -97,6 +103,16 @@ def test_grouping_and_sum_compile_without_spills(name, capability):
         use = compiled.resources(kernel)
         assert (use.stack, use.local) == (0, 0), spec.name
         assert (kernel.global_scratch, kernel.profile_scratch) == (0, 0)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_sum_asks_for_all_vectors_before_it_adds(residual):
+    """What the branch in the kernel is for: without it some loads wait for the first sums."""
+    spec = combine_spec(4096, 8, 40000, 2048, dtype="bfloat16", residual=residual)
+    for capability in (80, 90):
+        code = compiled.disassembly(compiled.compile_spec(spec, capability))
+        before = code[: code.index("FMUL")]
+        assert before.count("LDG.E.128") == 8
 
 
 @pytest.mark.parametrize("shape", [QWEN3, MIXTRAL], ids=["many experts", "few experts"])
@@ -124,7 +140,6 @@ def test_refusals_name_got_and_wanted():
 
 @pytest.mark.parametrize(("tokens", "launches"), [(65, 4), (4096, 6)])
 def test_inside_jit_a_layer_is_four_launches_or_six(tokens, launches):
-    pytest.importorskip("jax_triton")
     from moe_jax.pallas_kernels.prefill.triton import ffn
 
     top_k, experts, hidden, inner = QWEN3
@@ -137,7 +152,7 @@ def test_inside_jit_a_layer_is_four_launches_or_six(tokens, launches):
     jaxpr = jax.make_jaxpr(lambda *args: ffn(*args, config, args[0]))(x, routing, weights)
     (out,) = jaxpr.out_avals
     assert (out.shape, out.dtype) == (x.shape, x.dtype)
-    assert str(jaxpr).count("triton_kernel_call[") == launches
+    assert str(jaxpr).count(" kernel_call[") == launches
 
 
 def weight_shapes(experts, hidden, inner):
@@ -234,7 +249,15 @@ def test_a_pair_does_not_depend_on_its_company(main, tail, extend):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("tokens", "top_k", "experts", "block"),
-    [(65, 4, 384, 16), (513, 8, 128, 80), (4096, 8, 60, 288), (20000, 4, 8, 128)],
+    [
+        (65, 4, 384, 16),
+        (513, 8, 128, 80),
+        (4096, 8, 60, 288),
+        (4096, 8, 32, 8),
+        (1024, 8, 600, 8),
+        (20000, 4, 8, 128),
+        (70000, 8, 64, 8),
+    ],
 )
 def test_the_plan_is_numpys(tokens, top_k, experts, block):
     from arena import launched

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -13,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import ACTIVATIONS, routing
+from interpreting import run_interpreted
 
 pytest.importorskip("triton")
 
@@ -154,12 +152,20 @@ def test_every_layout_lowers_for_cuda_with_biases(activation, depth, rows):
     assert "custom_call @mosaic_gpu" in lowered(activation, depth, rows, tile=tile, bias=True, dtype="float16")
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_row_copy_compiles_without_spills(name):
-    tokens, hidden, _, experts, top_k = SHAPES[name]
+COPIES = SHAPES | {
+    "most pairs": (131072, 7168, 0, 64, 8),
+    "few columns, many ranks": (300, 64, 0, 512, 20),
+    "odd size, 16 ranks": (300, 2880, 0, 32, 16),
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", COPIES)
+def test_row_copy_compiles_without_spills(name, capability):
+    tokens, hidden, _, experts, top_k = COPIES[name]
     tile = mosaic_tile_for(tokens * top_k, experts)
     spec = copy_rows_spec(tokens, top_k, experts, hidden, tile, dtype="bfloat16")
-    use = compiled.resources(compiled.compile_spec(spec, 90))
+    use = compiled.resources(compiled.compile_spec(spec, capability))
     assert (use.stack, use.local) == (0, 0)
 
 
@@ -170,38 +176,8 @@ def test_the_row_copy_of_many_rows_is_one_launch():
         assert spec.arguments[0].shape == (131072, hidden)
 
 
-INTERPRETED = """
-import numpy as np
-from moe_jax.pallas_kernels.interpret import interpret
-from moe_jax.pallas_kernels.prefill.mosaic import copy_rows_spec
-from moe_jax.pallas_kernels.prefill.mosaic_kernel import STEP, MosaicTile
-from moe_jax.pallas_kernels.prefill.reference import plan_pairs
-
-rng = np.random.default_rng(0)
-for share in (False, True):
-    tile = MosaicTile(rows=16, sizes=(16,), share=share)
-    ids = np.argsort(rng.random((67, 9)), 1)[:, :3].astype(np.int32)
-    ids[3], ids[5, 0], ids[ids == 4] = -1, 9, 2
-    plan = plan_pairs(ids, None, 9, STEP)
-    hidden = 2056 if share else 40
-    spec = copy_rows_spec(67, 3, 9, hidden, tile, dtype="float16")
-    made = {a.name: np.full(a.shape, -7, a.dtype) for a in spec.arguments}
-    made |= {"block_row_ptr": plan.block_row, "place_ptr": plan.place}
-    made["x_ptr"] = rng.standard_normal((67, hidden)).astype("float16")
-    interpret(spec, made)
-    ordered, blocks, used = spec.reference(made["x_ptr"], plan.block_row, plan.place)
-    live, count = plan.block_pair.reshape(-1) >= 0, int(used[0])
-    np.testing.assert_array_equal(made["sorted_ptr"][live], np.asarray(ordered)[live])
-    assert made["used_ptr"][0] == count > 9
-    np.testing.assert_array_equal(made["blocks_ptr"][:count], np.asarray(blocks)[:count])
-"""
-
-
 def test_row_copy_in_tritons_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted("interpreted_prefill.py", "row_copy")
 
 
 @pytest.mark.parametrize("options", [{}, {"share": True}])

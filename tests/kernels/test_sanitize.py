@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from gluon_numpy import run_row
+
 from benchmarks import sanitize
 
 STEPS = [name for name in sanitize.STEPS if name != "mosaic"]
@@ -32,6 +34,22 @@ def stand_in(launch: sanitize.Launch, buffers: dict[str, np.ndarray]) -> None:
 def test_launches_fit_together(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sanitize, "error", lambda *_: None)
     assert sanitize.run_step(name, stand_in) == len(capsys.readouterr().out.splitlines()) > 0
+
+
+def test_the_kernel_for_one_row_is_right_in_its_cases() -> None:
+    """On NumPy, where an access out of bounds is an error too."""
+    found = []
+    for _, launches, given in sanitize.experts(np.random.default_rng(0)):
+        for launch in launches:
+            spec = launch.spec
+            if spec.name == "expert_ffn_row":
+                made = dict(given)
+                made |= sanitize.wanted(launch, made, np.random.default_rng(1))
+                before = [made[a.name].copy() for a in spec.inputs]
+                run_row(spec, made)
+                found.append(sanitize.error(spec, before, [made["out_ptr"]]))
+                assert not made["state_ptr"].any()
+    assert len(found) == 2 and all(worst < 3e-2 for worst in found)
 
 
 def test_a_wrong_result_is_refused() -> None:

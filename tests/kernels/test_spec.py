@@ -68,7 +68,6 @@ def test_a_grid_that_no_launch_may_have_is_refused(grid):
 
 
 def test_what_is_changed_in_place_comes_as_a_ref():
-    pytest.importorskip("jax_triton")
     from moe_jax.pallas_kernels.in_jit import call
 
     spec = append_spec()
