@@ -7,7 +7,7 @@ graph would fit. The first that speaks decides.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from .events import Event, Kind
@@ -16,6 +16,7 @@ from .identity import (
     Mismatch,
     Plan,
     PlanKey,
+    Programs,
     check_plan_key,
     check_program,
     check_properties,
@@ -76,12 +77,14 @@ class Rules:
         overlap: changed launch properties update an executable in place.
         max_bytes: of the store.
         compiler: of the runtime.
+        programs: that plans were made of; more are remembered here.
     """
 
     captures: bool
     overlap: bool
     max_bytes: int
     compiler: str
+    programs: Programs = field(default_factory=dict)
 
 
 def decide(
@@ -92,7 +95,7 @@ def decide(
     entries: Mapping[PlanKey, Entry],
     rules: Rules,
 ) -> Decision:
-    """See the module. Nothing given is changed."""
+    """See the module. Nothing given is changed; programs that had to be compiled are remembered."""
     if certificate.problem is not None:
         return Decision("direct", Reason.MALFORMED, certificate.problem, fails=True)
     manifest, generation = registry.manifest(certificate.namespace)
@@ -108,7 +111,7 @@ def decide(
     )
     plan = entry.plan if entry is not None and not compiled else None
     if plan is None:
-        plan = compile_plan(key, launches, certificate, manifest, rules.compiler)
+        plan = compile_plan(key, launches, certificate, manifest, rules.compiler, rules.programs)
     if entry is not None and entry.executable is not None:
         return _captured(entry, plan, key, table, rules, compiled)
     return _uncaptured(entry, plan, certificate, table, rules, compiled)
@@ -119,8 +122,12 @@ def _captured(entry: Entry, plan: Plan, key: PlanKey, table: ResourceTable, rule
     assert entry.binding is not None
     owners = check_resources(entry.binding.held, table)
     if owners is not None:
-        event = moved(entry.binding.held.resources[owners.path.rpartition(".")[0]])
-        return _changed(event, owners, plan, entry, compiled)
+        return _changed(moved(entry.binding.held, owners), owners, plan, entry, compiled)
+    if plan is recorded:
+        # Nothing for the other checks to compare: the entry was found by this plan's own key.
+        # By position: half the time that names take, and this is every replay.
+        return Decision("replay", None, None, None, None, plan, entry, compiled)
+    # A plan that was compiled now, as the extents of copies are others.
     same = (
         check_program(recorded.program, plan.program)
         or check_plan_key(recorded.key, key)

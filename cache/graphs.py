@@ -188,9 +188,13 @@ class Graphs:
             return old
 
     def sweep(self, table: ResourceTable | None = None) -> None:
-        """Destroy now what a step would find to be out of date: old generations, and graphs whose memory moved."""
+        """Do now what a step would have to: destroy what is out of date (old generations, graphs whose memory moved),
+        and resolve addresses anew.
+        """
         with self._guard():
             self._observe(table)
+            if table is not None:
+                self._store.bindings.refresh(table)
 
     def stats(self) -> dict[str, Any]:
         """`Counters`, and what the store holds; bytes are an estimate."""
@@ -217,8 +221,7 @@ class Graphs:
                     self._runtime.synchronize(self.stream)
             if not (self._unusable or "").startswith("inert"):
                 self._unusable = self._unusable or "closed"
-            # What a lost context held cannot be given back to it.
-            self._store.entries.clear()
+            self._store.abandon()
 
     # Inside; the lock is held.
 
@@ -259,4 +262,4 @@ class Graphs:
                 entry.binding = replace(binding, held=replace(binding.held, version=version))
             else:
                 self._store.release(entry)
-                entry.lost = moved(binding.held.resources[mismatch.path.rpartition(".")[0]]), mismatch
+                entry.lost = moved(binding.held, mismatch), mismatch

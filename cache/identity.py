@@ -14,17 +14,20 @@ of them: they are device data, and the kernels read them at each replay.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from .keys import program_key
 from .launches import Buffer, Launch, LaunchList
-from .resources import Resource, ResourceTable
+from .resources import ResourceTable, Witness
 
 Semantics = Literal["independent", "sequential", "speculative"]
 Phase = Literal["decode", "prompt"]
 BankRole = Literal["gate_up", "gate", "up", "down"]
+
+# Programs that a store remembers: a few for each of its launch lists.
+MOST_PROGRAMS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,20 +166,33 @@ class Properties:
     certificate: tuple[Any, ...]
 
 
-class Witness(NamedTuple):
-    """A resource by value: enough to see that it is another one."""
-
-    name: str
-    address: int
-    serial: int
-
-
 @dataclass(frozen=True)
 class Fingerprint:
     """Of an expert plan. ``program`` is portable between processes, ``resource`` belongs to this one."""
 
     program: str
-    resource: tuple[Witness, ...]
+    resource: tuple[tuple[str, Witness], ...]
+
+
+class Program(NamedTuple):
+    """What of a plan content alone determines: launch list, manifest, row bucket, compiler.
+
+    Attributes:
+        key: portable fingerprint.
+        coverage, uncovered, routes, staged: as in `Plan`.
+        covers: sha256 of the coverage.
+    """
+
+    key: str
+    coverage: tuple[Coverage, ...]
+    uncovered: tuple[int, ...]
+    routes: int
+    staged: str | None
+    covers: str
+
+
+# By the keys of launch list and manifest, and the row bucket; of one compiler.
+Programs = dict[tuple[str, str, int], Program]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -216,13 +232,40 @@ class Plan:
 
 
 def compile_plan(
-    key: PlanKey, launches: LaunchList, certificate: Certificate, manifest: Manifest, compiler: str
+    key: PlanKey,
+    launches: LaunchList,
+    certificate: Certificate,
+    manifest: Manifest,
+    compiler: str,
+    programs: Programs,
 ) -> Plan:
     """Bind a step's expert launches to the groups whose banks they read.
 
     Args:
         compiler: compiler and device capability, from the runtime.
+        programs: that are known: owner and generation change nothing of a program, so it is compiled once.
     """
+    content = launches.key, manifest.key, certificate.bucket
+    program = programs.get(content)
+    if program is None:
+        program = programs[content] = compile_program(launches, certificate.bucket, manifest, compiler)
+        if len(programs) > MOST_PROGRAMS:
+            del programs[next(iter(programs))]
+    return Plan(
+        key=key,
+        launches=launches,
+        manifest=manifest,
+        program=program.key,
+        coverage=program.coverage,
+        uncovered=program.uncovered,
+        routes=program.routes,
+        staged=program.staged,
+        properties=Properties(launches.extents, program.covers, certificate.identity),
+    )
+
+
+def compile_program(launches: LaunchList, bucket: int, manifest: Manifest, compiler: str) -> Program:
+    """See `compile_plan`."""
     owner = {buffer.name: group for group in manifest.groups for buffer in group.buffers}
     readers: dict[int, list[int]] = {group.layer: [] for group in manifest.groups}
     named: dict[int, set[str]] = {group.layer: set() for group in manifest.groups}
@@ -243,17 +286,13 @@ def compile_plan(
         Coverage(group.layer, tuple(readers[group.layer]), _reason(group, named[group.layer], launches, mixed))
         for group in manifest.groups
     )
-    staged = next(filter(None, (_staged(group, certificate.bucket) for group in manifest.groups)), None)
-    return Plan(
-        key=key,
-        launches=launches,
-        manifest=manifest,
-        program=program_key("expert plan", launches.key, manifest.key, compiler),
+    return Program(
+        key=program_key("expert plan", launches.key, manifest.key, compiler),
         coverage=coverage,
         uncovered=tuple(uncovered),
-        routes=certificate.bucket * max((group.top_k for group in manifest.groups), default=0),
-        staged=staged,
-        properties=Properties(launches.extents, program_key(coverage, uncovered), certificate.identity),
+        routes=bucket * max((group.top_k for group in manifest.groups), default=0),
+        staged=next(filter(None, (_staged(group, bucket) for group in manifest.groups)), None),
+        covers=program_key(coverage, uncovered),
     )
 
 
@@ -314,43 +353,82 @@ def check_properties(recorded: Properties, present: Properties) -> Mismatch | No
 
 @dataclass(frozen=True)
 class Held:
-    """The resources that a graph was captured with, and its claim on their memory.
+    """The resources that a step runs or a graph was captured with, and its claim on their memory.
 
     Attributes:
         table, version: the table and its version when they were last found to be the present ones.
-        resources: by name; their capsules keep the memory.
+        launches: whose buffers they are.
+        witnesses: of the resources, in the order of the buffers.
+        claim: what keeps the memory while it is referenced; None where the resources are only remembered.
     """
 
     table: int
     version: int
-    resources: Mapping[str, Resource]
+    launches: LaunchList
+    witnesses: tuple[Witness, ...]
+    claim: Any = None
 
-    @property
-    def witnesses(self) -> tuple[Witness, ...]:
-        """Names, addresses and owners."""
-        return tuple(Witness(name, r.address, r.serial) for name, r in self.resources.items())
+    def claimed(self, table: ResourceTable) -> Held | None:
+        """The same with a claim on the memory, for one step: on all that the table has, as that is taken at once.
+
+        None if the table has moved since, or is another one.
+        """
+        version, resources = table.snapshot()
+        if self.version != version or self.table != table.serial:
+            return None
+        return replace(self, claim=resources)
+
+    def narrowed(self) -> Held:
+        """With a claim on the named resources alone, for what is kept longer than a step."""
+        return replace(self, claim=tuple([self.claim[name].capsule for name in self.launches.order]))
 
 
-def hold(table: ResourceTable, launches: LaunchList) -> tuple[Held | None, str | None]:
-    """What a table has for each buffer of a list; or None and the name of a buffer that is not bound."""
-    version, resources = table.snapshot(launches.by_name)
-    bound = {name: resource for name, resource in resources.items() if resource is not None}
-    missing = next((name for name in resources if name not in bound), None)
-    return (None, missing) if missing is not None else (Held(table.serial, version, bound), None)
+def hold(
+    table: ResourceTable, launches: LaunchList, known: Held | None = None
+) -> tuple[Held | None, Sequence[int], str | None]:
+    """What a table has for each buffer of a list, claimed for one step.
+
+    Args:
+        known: of the same list, at an earlier time or of another table.
+
+    Returns:
+        None where a buffer is not bound; the buffers that may have another memory than was known; the name of one that
+        is not bound.
+    """
+    version, resources = table.snapshot()
+    moved = range(len(launches.buffers)) if known is None else suspects(known, table)
+    witnesses: list[Any] = [None] * len(launches.buffers) if known is None else [*known.witnesses]
+    for index in moved:
+        name = launches.buffers[index].name
+        resource = resources.get(name)
+        if resource is None:
+            return None, moved, name
+        witnesses[index] = resource.witness
+    return Held(table.serial, version, launches, tuple(witnesses), resources), moved, None
 
 
 def check_resources(recorded: Held, table: ResourceTable) -> Mismatch | None:
-    """Fingerprint and witnesses. A table that did not move answers with two integers."""
+    """Fingerprint and witnesses. A table that did not move answers with two integers, and one that did is compared in
+    what has moved since.
+    """
     if recorded.version == table.version and recorded.table == table.serial:
         return None
-    _, present = table.snapshot(recorded.resources)
-    for name, was in recorded.resources.items():
-        now = present[name]
+    _, present = table.snapshot()
+    for index in suspects(recorded, table):
+        name, was = recorded.launches.buffers[index].name, recorded.witnesses[index]
+        resource = present.get(name)
+        now = None if resource is None else resource.witness
         if was != now:
-            field = next(f for f in ("address", "serial", "layout", "use", "bytes") if _differs(was, now, f))
+            field = next(f for f in Witness._fields if now is None or getattr(was, f) != getattr(now, f))
             return Mismatch("resources", f"{name}.{field}", getattr(was, field), getattr(now, field, None))
     return None
 
 
-def _differs(was: Resource, now: Resource | None, field: str) -> bool:
-    return now is None or getattr(was, field) != getattr(now, field)
+def suspects(recorded: Held, table: ResourceTable) -> Sequence[int]:
+    """Places of the buffers whose memory may be another by now: those that have moved since, or all where the table is
+    another one. To be asked after the table was looked into, or what moves in between is missed.
+    """
+    order = recorded.launches.order
+    if recorded.table != table.serial:
+        return range(len(order))
+    return sorted([order[name] for name in table.moved(recorded.version) if name in order])

@@ -15,8 +15,9 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401 (teaches NumPy the names of its dtypes)
 import numpy as np
@@ -28,6 +29,8 @@ from .keys import program_key
 
 ALIGNMENT = 16
 RAW = "uint8"
+
+_Take = Callable[[list[int]], tuple[int, ...]]
 
 
 class Layout(NamedTuple):
@@ -65,7 +68,13 @@ class Buffer:
     @functools.cached_property
     def layout(self) -> Layout:
         """Everything but the name."""
-        return Layout(self.dtype, self.shape, self.strides)
+        return _layout(self.dtype, self.shape, self.strides)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(*fields: Any) -> Layout:
+    """One object for equal layouts: steps compare hundreds of them."""
+    return Layout(*fields)
 
 
 def dense(name: str, dtype: str, shape: tuple[int, ...]) -> Buffer:
@@ -160,6 +169,11 @@ class LaunchList:
         return {buffer.name: buffer for buffer in self.buffers}
 
     @functools.cached_property
+    def order(self) -> dict[str, int]:
+        """Places of the buffers, by name, in their order."""
+        return {buffer.name: index for index, buffer in enumerate(self.buffers)}
+
+    @functools.cached_property
     def key(self) -> str:
         """sha256 of buffers and launches; no address, no extent of a copy."""
         buffers = [(b.name, b.dtype, [*map(int, b.shape)], [*map(int, b.strides)]) for b in self.buffers]
@@ -177,6 +191,38 @@ class LaunchList:
         """Bytes of each copy, in order."""
         return tuple(launch.bytes for launch in self.launches if isinstance(launch, Copy))
 
+    def addresses(self, buffers: Sequence[int], launches: Iterable[int]) -> list[tuple[int, ...]]:
+        """Of the operands of some launches, of a copy's target and source.
+
+        Args:
+            buffers: addresses of all buffers, in order.
+            launches: places in the list.
+        """
+        inside, takes = self._places
+        flat = [*buffers, *[buffers[index] + offset for index, offset in inside]]
+        return [takes[index](flat) for index in launches]
+
+    @functools.cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """Of each buffer in order, the places in the list of the launches that name it."""
+        found: list[list[int]] = [[] for _ in self.buffers]
+        for index, launch in enumerate(self.launches):
+            for name in {operand.buffer for operand in _operands(launch)}:
+                found[self.order[name]].append(index)
+        return tuple(map(tuple, found))
+
+    @functools.cached_property
+    def _places(self) -> tuple[tuple[tuple[int, int], ...], tuple[_Take, ...]]:
+        """Each place inside a buffer once, as its index and an offset; and what takes a launch's addresses from those
+        of the buffers followed by those of these places. Worked out once: a step may resolve thousands of operands.
+        """
+        at = {(name, 0): index for name, index in self.order.items()}
+        takes = []
+        for launch in self.launches:
+            takes.append(_take([at.setdefault(_place(operand), len(at)) for operand in _operands(launch)]))
+        inside = [(at[name, 0], offset) for name, offset in at if offset]
+        return tuple(inside), tuple(takes)
+
     @functools.cached_property
     def specs(self) -> tuple[KernelSpec, ...]:
         """Every kernel once, by key, in order of first use."""
@@ -193,6 +239,17 @@ class LaunchList:
 def argument_bytes(argument: Argument) -> int:
     """Bytes of a kernel's argument."""
     return math.prod(argument.shape) * np.dtype(argument.dtype).itemsize
+
+
+def _operands(launch: Launch | Copy) -> tuple[Operand, ...]:
+    return (launch.target, launch.source) if isinstance(launch, Copy) else launch.operands
+
+
+def _take(indices: list[int]) -> _Take:
+    """What takes several entries of a list at once."""
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return lambda values: tuple(values[index] for index in indices)
 
 
 def _place(operand: Operand) -> tuple[str, int]:

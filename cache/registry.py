@@ -128,6 +128,7 @@ class Registry:
         for problem in manifest_problems(manifest):
             where = f"Registry.accept({manifest.namespace!r})"
             raise InvalidArgument(problem.problem, where=where, got=problem.got, wanted=problem.wanted)
+        manifest.key  # noqa: B018 (hashed now, once, and not in the first step of a plan)
         with self._lock:
             space = self._namespaces.setdefault(manifest.namespace, _Namespace())
             self._generation += 1

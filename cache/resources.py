@@ -6,9 +6,9 @@ memory until the capsule is dropped, and a *serial*, given once in a process and
 one address apart.
 
 **Ownership, in full.** A table holds the capsule of everything bound in it. A captured graph holds, besides, the
-capsules of everything it was captured with, and a direct step those of everything it launched with, each until the
-completion event of the last launch that names them. So memory leaves in this order: the table lets go, the work in
-flight completes, the graph is destroyed, the capsule is dropped.
+capsules of everything it was captured with, and a direct step those of all that the table had when it was launched,
+each until the completion event of the last launch that names them. So memory leaves in this order: the table lets go,
+the work in flight completes, the graph is destroyed, the capsule is dropped.
 
 Mutation goes through the methods of `ResourceTable`; each moves ``version``. A step compares that integer.
 """
@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from moe_jax.pallas_kernels.errors import InvalidArgument
 
@@ -35,6 +36,16 @@ def next_serial() -> int:
     return next(_serials)
 
 
+class Witness(NamedTuple):
+    """A resource by value: enough to see that it is another one, and no claim on it. Fields as in `Resource`."""
+
+    address: int
+    serial: int
+    layout: Layout
+    use: Use
+    bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Resource:
     """A piece of device memory.
@@ -47,6 +58,7 @@ class Resource:
         use: ``"weights"`` (or scales): moved when replaced. ``"arena"``: slots, pages, scratch, results: moved when
             grown, and then a required step fails once.
         capsule: keeps the memory while it is referenced; None for memory that lives as long as the process.
+        witness: all of it but the capsule, made once: steps compare and remember hundreds of these.
     """
 
     address: int
@@ -55,6 +67,7 @@ class Resource:
     serial: int
     use: Use
     capsule: Any = field(default=None, compare=False, repr=False)
+    witness: Witness = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         where = "Resource"
@@ -62,6 +75,8 @@ class Resource:
             raise InvalidArgument("address", where=where, got=hex(self.address), wanted=f"a multiple of {ALIGNMENT}")
         if self.layout.bytes > self.bytes:
             raise InvalidArgument("bytes", where=where, got=self.bytes, wanted=f"at least {self.layout.bytes}")
+        witness = Witness(self.address, self.serial, self.layout, self.use, self.bytes)
+        object.__setattr__(self, "witness", witness)
 
 
 class ResourceTable:
@@ -75,7 +90,11 @@ class ResourceTable:
     def __init__(self) -> None:
         self.serial = next_serial()
         self.version = 0
+        # Never changed once it was given out: the next mutation works on a copy.
         self._resources: dict[str, Resource] = {}
+        self._given = False
+        # Every name that was ever bound, by the version that its last mutation made; the latest last.
+        self._moved: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
 
     def bind(self, name: str, resource: Resource) -> None:
@@ -85,8 +104,7 @@ class ResourceTable:
                 raise InvalidArgument(
                     "name", where="ResourceTable.bind", got=f"{name!r} bound already", wanted="a new one"
                 )
-            self._resources[name] = resource
-            self.version += 1
+            self._set(name, resource)
 
     def replace(self, name: str, resource: Resource) -> Resource:
         """Give a bound name other memory; returns what it had.
@@ -108,24 +126,45 @@ class ResourceTable:
         """Forget a name; returns what it had. The memory goes when the last capsule does."""
         with self._lock:
             resource = self._bound("ResourceTable.release", name)
-            del self._resources[name]
-            self.version += 1
+            self._set(name, None)
             return resource
 
     def get(self, name: str) -> Resource | None:
         """What a name stands for now."""
         return self._resources.get(name)
 
-    def snapshot(self, names: Iterable[str]) -> tuple[int, dict[str, Resource | None]]:
-        """The version and the resources it goes with."""
+    def snapshot(self) -> tuple[int, Mapping[str, Resource]]:
+        """The version and all resources that it goes with, which no later mutation changes. It holds their memory."""
         with self._lock:
-            return self.version, {name: self._resources.get(name) for name in names}
+            self._given = True
+            return self.version, self._resources
+
+    def moved(self, version: int) -> list[str]:
+        """Names that were bound, replaced or released since a version of this table."""
+        found = []
+        with self._lock:
+            for name, at in reversed(self._moved.items()):
+                if at <= version:
+                    break
+                found.append(name)
+        return found
+
+    def _set(self, name: str, resource: Resource | None) -> None:
+        # In this order, so that an interrupt may come between any two lines: what has moved is always among `moved`.
+        self._moved[name] = self.version + 1
+        self._moved.move_to_end(name)
+        if self._given:
+            self._resources, self._given = self._resources.copy(), False
+        if resource is None:
+            del self._resources[name]
+        else:
+            self._resources[name] = resource
+        self.version += 1  # last: who sees it sees the change
 
     def _swap(self, where: str, name: str, resource: Resource) -> Resource:
         with self._lock:
             old = self._bound(where, name)
-            self._resources[name] = resource
-            self.version += 1
+            self._set(name, resource)
             return old
 
     def _bound(self, where: str, name: str) -> Resource:

@@ -7,21 +7,20 @@ together. A failure before that leaves the key as if never seen.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from moe_jax.pallas_kernels.errors import CudaError, InvalidArgument
-from moe_jax.pallas_kernels.spec import KernelSpec
 
+from .binding import Binding
 from .decision import Decision
 from .events import EFFECTS, Event
-from .identity import Certificate, Plan, check_resources, hold
+from .identity import Certificate, Plan, hold
 from .launches import LaunchList
 from .outcome import FALLBACKS, Counters, NotReplayed, Outcome, Reason, RequiredStepFailed
 from .resources import ResourceTable
-from .runtime import Captured, Executable, Kernel, Runtime, StickyError, Stream, no_collection
-from .store import Binding, Entry, GraphStore, bind
+from .runtime import Captured, Executable, Runtime, StickyError, Stream, no_collection
+from .store import Entry, GraphStore
 
 WHERE = "Graphs.step"
 Staged = Callable[[Stream], None]
@@ -39,8 +38,6 @@ class Runner:
         self._strict = strict
         self._phase: str | None = None
         self._call = ""
-        # A kernel lives as long as a binding uses it.
-        self._kernels: weakref.WeakValueDictionary[str, Kernel] = weakref.WeakValueDictionary()
 
     def run(
         self,
@@ -56,7 +53,7 @@ class Runner:
         self._count_plan(decision, certificate)
         entry, plan = decision.entry, decision.plan
         if entry is not None and plan is not None and decision.kind != "direct":
-            binding = None if decision.kind == "replay" else self._bound(entry, plan, launches, table)
+            binding = None if decision.kind == "replay" else self._bound(launches, table).narrowed()
             try:
                 if binding is None:
                     return self._replay(entry)
@@ -83,7 +80,7 @@ class Runner:
         else:
             counters.plan_reuses += 1
         if decision.entry is not None:
-            self._store.entries.move_to_end(decision.plan.key)
+            self._store.use(decision.entry)
         if self._phase != certificate.phase:
             counters.transitions += self._phase is not None
             self._phase = certificate.phase
@@ -112,7 +109,7 @@ class Runner:
                     raise InvalidArgument("staged", where=WHERE, got=f"None ({decision.detail})", wanted=wanted)
                 event = self._launch_direct(lambda: staged(self._stream), hold(table, launches)[0])
             else:
-                binding = self._bound(decision.entry, plan, launches, table)
+                binding = self._bound(launches, table)
                 event = self._launch_direct(lambda: binding.run(self._runtime, self._stream), binding)
         if plan is not None and reason is not Reason.GRAPH_FAILED:
             entry = self._store.entries.get(plan.key) or self._store.add(plan)
@@ -135,24 +132,12 @@ class Runner:
             raise
         return self.finish(holds)
 
-    def _bound(self, entry: Entry | None, plan: Plan | None, launches: LaunchList, table: ResourceTable) -> Binding:
-        """Kernels and addresses with a claim on the memory; those remembered, where they are still right."""
+    def _bound(self, launches: LaunchList, table: ResourceTable) -> Binding:
         try:
-            known = entry.binding if entry is not None and entry.plan is plan else None
-            if known is not None and check_resources(known.held, table) is None:
-                held, _ = hold(table, launches)
-                if held is not None:
-                    return Binding(known.calls, held)
-            return bind(WHERE, launches, table, self._kernel)
+            return self._store.bindings.bound(WHERE, launches, table)
         except (CudaError, InvalidArgument):
             self._counters.prepare_error += 1
             raise
-
-    def _kernel(self, spec: KernelSpec) -> Kernel:
-        kernel = self._kernels.get(spec.key)
-        if kernel is None:
-            kernel = self._kernels[spec.key] = self._runtime.load(spec)
-        return kernel
 
     # Graphs. `_call` names the step that is under way, for the counters.
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_jax.pallas_kernels.errors import CudaError, InvalidArgument
 
+from .binding import Binding, Bindings
 from .events import Event
-from .identity import Fingerprint, Held, Mismatch, Plan, PlanKey, hold
-from .launches import Copy, Launch, LaunchList, Operand
+from .identity import Fingerprint, Held, Mismatch, Plan, PlanKey
+from .launches import LaunchList
 from .outcome import Counters, Outcome
-from .resources import Resource, ResourceTable
-from .runtime import Kernel, Runtime, StickyError
+from .runtime import Runtime, StickyError
 
 GRAPH_BYTES = 64 << 10
 NODE_BYTES = 2 << 10
@@ -30,68 +29,6 @@ PLANS_PER_GRAPH = 4
 def estimated_bytes(launches: LaunchList) -> int:
     """What an executable is assumed to take on the device: an allowance, and so much for each node."""
     return GRAPH_BYTES + NODE_BYTES * len(launches.launches)
-
-
-@dataclass(frozen=True)
-class Call:
-    """A launch, or (without a kernel) a copy of ``size`` bytes, with addresses in place of names."""
-
-    kernel: Kernel | None
-    addresses: tuple[int, ...]
-    size: int = 0
-
-
-@dataclass(frozen=True)
-class Binding:
-    """A plan's launches with kernels and addresses, and the claim on the memory behind them."""
-
-    calls: tuple[Call, ...]
-    held: Held
-
-    def without_claim(self) -> Binding:
-        """The same without capsules: what is only remembered must not keep memory that its table has let go."""
-        resources = {name: replace(resource, capsule=None) for name, resource in self.held.resources.items()}
-        return Binding(self.calls, replace(self.held, resources=resources))
-
-    def run(self, runtime: Runtime, on: Any) -> None:
-        """Queue or record every call."""
-        for call in self.calls:
-            if call.kernel is None:
-                target, source = call.addresses
-                runtime.copy(target, source, call.size, on)
-            else:
-                runtime.launch(call.kernel, call.addresses, on)
-
-
-def bind(where: str, launches: LaunchList, table: ResourceTable, kernels: Callable[[Any], Kernel]) -> Binding:
-    """Put kernels and addresses in the place of specs and names.
-
-    Args:
-        kernels: loads a spec's kernel, or finds it.
-
-    Raises:
-        InvalidArgument: a buffer is not bound, or bound to memory of another layout.
-        CudaError: a kernel does not load.
-    """
-    held, missing = hold(table, launches)
-    if held is None:
-        raise InvalidArgument(f"memory of {missing!r}", where=where, got="none", wanted="bound in the ResourceTable")
-    for buffer in launches.buffers:
-        resource = held.resources[buffer.name]
-        if resource.layout != buffer.layout:
-            got, wanted = tuple(resource.layout), tuple(buffer.layout)
-            raise InvalidArgument(f"layout of {buffer.name!r}", where=where, got=got, wanted=wanted)
-    loaded = {spec.key: kernels(spec) for spec in launches.specs}
-    return Binding(tuple(_call(launch, held, loaded) for launch in launches.launches), held)
-
-
-def _call(launch: Launch | Copy, held: Held, kernels: dict[str, Kernel]) -> Call:
-    def addresses(*places: Operand) -> tuple[int, ...]:
-        return tuple(held.resources[place.buffer].address + place.offset for place in places)
-
-    if isinstance(launch, Copy):
-        return Call(None, addresses(launch.target, launch.source), launch.bytes)
-    return Call(kernels[launch.spec.key], addresses(*launch.operands))
 
 
 class Entry:
@@ -118,7 +55,9 @@ class Entry:
     @property
     def fingerprint(self) -> Fingerprint:
         """Of what was captured, or launched last."""
-        return Fingerprint(self.plan.program, () if self.binding is None else self.binding.held.witnesses)
+        held = None if self.binding is None else self.binding.held
+        resource = () if held is None else tuple(zip(held.launches.order, held.witnesses, strict=True))
+        return Fingerprint(self.plan.program, resource)
 
     @property
     def bytes(self) -> int:
@@ -132,6 +71,9 @@ class GraphStore:
     Args:
         max_entries: executables at most.
         max_bytes: estimated, of all executables.
+
+    Attributes:
+        bindings: of the launch lists that were run last. They hold no memory.
     """
 
     def __init__(self, runtime: Runtime, counters: Counters, max_entries: int, max_bytes: int):
@@ -142,6 +84,8 @@ class GraphStore:
             raise InvalidArgument("max_bytes", where=where, got=max_bytes, wanted="at least 1")
         self.max_entries, self.max_bytes = max_entries, max_bytes
         self.entries: OrderedDict[PlanKey, Entry] = OrderedDict()
+        self.bindings = Bindings(runtime, PLANS_PER_GRAPH * max_entries)
+        self._newest: Entry | None = None
         self._runtime, self._counters = runtime, counters
         self._direct: deque[tuple[Any, object]] = deque()
         self._undestroyed: list[tuple[Any, Any, object]] = []
@@ -163,10 +107,16 @@ class GraphStore:
 
     def add(self, plan: Plan) -> Entry:
         """A new entry, the most recently used; the oldest go where there are too many."""
-        entry = self.entries[plan.key] = Entry(plan)
+        entry = self._newest = self.entries[plan.key] = Entry(plan)
         while len(self.entries) > PLANS_PER_GRAPH * self.max_entries:
             self._evict(next(iter(self.entries)))
         return entry
+
+    def use(self, entry: Entry) -> None:
+        """Make a kept entry the most recently used; nothing is to be done where it is already."""
+        if entry is not self._newest:
+            self.entries.move_to_end(entry.plan.key)
+            self._newest = entry
 
     def make_room(self, plan: Plan) -> None:
         """Evict until an executable of this plan fits too. Called before capture begins."""
@@ -178,6 +128,8 @@ class GraphStore:
         """Drop an entry and whatever it holds."""
         entry = self.entries.pop(key, None)
         if entry is not None:
+            if entry is self._newest:
+                self._newest = None
             self.release(entry)
 
     def sweep(self, current: Callable[[PlanKey], bool]) -> None:
@@ -254,12 +206,20 @@ class GraphStore:
         self.drain()
         self.collect()
 
+    def abandon(self) -> None:
+        """Forget everything and ask the device nothing: a lost context takes nothing back."""
+        self.entries.clear()
+        self.bindings.clear()
+        self._newest = None
+
     def _evict(self, key: PlanKey) -> None:
         if self.entries[key].executable is not None:
             self._counters.evictions += 1
         self.forget(key)
 
 
-def moved(resource: Resource) -> Event:
-    """What it is called when a resource is found elsewhere."""
-    return Event.REALLOCATED if resource.use == "arena" else Event.WEIGHTS_MOVED
+def moved(held: Held, mismatch: Mismatch) -> Event:
+    """What it is called that a resource was found elsewhere."""
+    name = mismatch.path.rpartition(".")[0]
+    arena = held.witnesses[held.launches.order[name]].use == "arena"
+    return Event.REALLOCATED if arena else Event.WEIGHTS_MOVED
