@@ -9,7 +9,7 @@ import ctypes
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cuda.bindings import driver
@@ -23,12 +23,17 @@ from .spec import KernelSpec
 
 @dataclass(frozen=True)
 class LoadedKernel:
-    """A kernel on the current device. Holds its module: keep it as long as a graph that launches it."""
+    """A kernel on the current device. Holds its module: keep it as long as a graph that launches it.
+
+    Attributes:
+        configs: of launches, by the handle of their stream: making one takes longer than the launch.
+    """
 
     spec: KernelSpec
     compiled: CompiledKernel
     module: ObjectCode
     function: Any
+    configs: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def scratch_bytes(self) -> tuple[int, int]:
@@ -57,11 +62,19 @@ class LoadedKernel:
         odd = [a for a in addresses if a % 16]
         if odd:
             raise InvalidArgument("alignment", where=where, got=[hex(a) for a in odd], wanted="multiples of 16")
+        handle = int((stream.stream if isinstance(stream, GraphBuilder) else stream).handle)
+        config = self.configs.get(handle)
+        if config is None:
+            config = self.configs[handle] = self._config(handle)
+        values = (*addresses, *scratch)
+        _checked(driver.cuLaunchKernelEx(config, self.function, (values, (ctypes.c_void_p,) * len(values)), 0))
+
+    def _config(self, handle: int) -> Any:
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = self.spec.grid
         config.blockDimX, config.blockDimY, config.blockDimZ = self.compiled.threads, 1, 1
         config.sharedMemBytes = self.compiled.shared
-        config.hStream = int((stream.stream if isinstance(stream, GraphBuilder) else stream).handle)
+        config.hStream = handle
         if self.spec.pdl:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -69,8 +82,7 @@ class LoadedKernel:
             value.programmaticStreamSerializationAllowed = 1
             attribute.value = value
             config.attrs, config.numAttrs = [attribute], 1
-        values = (*addresses, *scratch)
-        _checked(driver.cuLaunchKernelEx(config, self.function, (values, (ctypes.c_void_p,) * len(values)), 0))
+        return config
 
 
 def load_kernel(spec: KernelSpec, compiled: CompiledKernel) -> LoadedKernel:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from toy_step import World, WrongTokens, equal_list, manifest, step_launches, weight_shapes, weights
 
-from moe_jax.cache import decision, graphs, running
+from moe_jax.cache import decision, graphs
 from moe_jax.cache.outcome import FALLBACKS, RequiredStepFailed
 from moe_jax.pallas_kernels.errors import CudaError
 
@@ -239,7 +239,7 @@ def test_no_event_makes_a_step_stale():
 
 def test_with_the_witness_check_broken_it_emits_wrong_tokens(monkeypatch):
     """The test of the test: a store that takes every resource for the one it knew is found out."""
-    for module in (decision, graphs, running):
+    for module in (decision, graphs):
         monkeypatch.setattr(module, "check_resources", lambda recorded, table: None)
     with pytest.raises(WrongTokens, match="in place of"):
         play(25)
@@ -257,7 +257,7 @@ def test_with_generations_not_swept_it_leaks(monkeypatch):
 
 def test_with_the_witness_check_broken_moved_weights_are_not_seen(monkeypatch):
     """The smallest such run."""
-    for module in (decision, graphs, running):
+    for module in (decision, graphs):
         monkeypatch.setattr(module, "check_resources", lambda recorded, table: None)
     world = World()
     world.warm(2)

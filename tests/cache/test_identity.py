@@ -30,8 +30,8 @@ def plan(world: World | None = None, *, launches=None, bucket: int = 2, **change
 
 def held(world: World) -> Held:
     world.add_bucket(2)
-    found, missing = hold(world.table, step_launches(2))
-    assert missing is None and found is not None
+    found, moved, missing = hold(world.table, step_launches(2))
+    assert missing is None and found is not None and [*moved] == [*range(len(found.witnesses))]
     return found
 
 
@@ -149,15 +149,20 @@ def test_4_another_table_is_another_owner_of_everything():
     assert check_resources(known, other.table) is not None
 
 
+def fingerprint(world: World) -> Fingerprint:
+    found = held(world)
+    return Fingerprint(plan(world).program, tuple(zip(found.launches.order, found.witnesses, strict=True)))
+
+
 def test_fingerprints_have_a_portable_part_and_one_of_this_process():
     worlds = World(), World()
-    prints = [Fingerprint(plan(world).program, held(world).witnesses) for world in worlds]
+    prints = [fingerprint(world) for world in worlds]
     assert prints[0].program == prints[1].program and prints[0].resource != prints[1].resource
     assert hash(prints[0]) != hash(prints[1])
     entry = worlds[0]
     entry.warm(2)
     (captured,) = entry.graphs._store.captured
-    assert captured.fingerprint == Fingerprint(prints[0].program, held(entry).witnesses)
+    assert captured.fingerprint == fingerprint(entry)
 
 
 def test_coverage_names_launches_groups_and_reasons():

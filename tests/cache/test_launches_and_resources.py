@@ -14,7 +14,7 @@ import pytest
 from toy_step import step_launches
 
 from moe_jax import cache
-from moe_jax.cache.launches import Buffer, Copy, Launch, LaunchList, Operand, dense
+from moe_jax.cache.launches import Buffer, Copy, Launch, LaunchList, Operand, _take, dense
 from moe_jax.cache.resources import Resource, ResourceTable, next_serial
 from moe_jax.errors import InvalidArgument
 
@@ -125,6 +125,72 @@ def test_every_mutation_of_a_table_moves_its_version():
     assert ResourceTable().serial != table.serial
 
 
+def test_a_table_knows_which_names_moved_since_a_version():
+    table = ResourceTable()
+    for name in "abc":
+        table.bind(name, resource())
+    assert sorted(table.moved(0)) == ["a", "b", "c"] and table.moved(table.version) == []
+    version = table.version
+    table.replace("b", resource())
+    table.replace("b", resource())
+    assert table.moved(version) == ["b"]
+    table.release("a")
+    assert sorted(table.moved(version)) == ["a", "b"] and table.moved(version + 2) == ["a"]
+    table.bind("a", resource())
+    assert sorted(table.moved(version)) == ["a", "b"] and sorted(table.moved(2)) == ["a", "b", "c"]
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("line", range(1, 9))
+def test_an_interrupt_within_a_mutation_hides_no_other_one(line):
+    """At any line of it: what has moved since a version is among the names that the table gives."""
+    table = ResourceTable()
+    for name in "abc":
+        table.bind(name, resource())
+    version = table.version
+    table.replace("a", resource())
+    table.snapshot()
+    lines = 0
+
+    def trace(frame, event, _):
+        nonlocal lines
+        if frame.f_code.co_name != "_set":
+            return trace if event == "call" else None
+        lines += event == "line"
+        if event == "line" and lines == line:
+            raise Interrupted
+        return trace
+
+    before, tracer = table.get("a"), sys.gettrace()
+    sys.settrace(trace)
+    try:
+        table.replace("a", resource())
+    except Interrupted:
+        pass
+    finally:
+        sys.settrace(tracer)
+    assert "a" in table.moved(version)
+    seen = table.version
+    table.replace("b", resource())
+    assert {"a", "b"} <= set(table.moved(version)) and "b" in table.moved(seen)
+    if table.get("a") is not before and seen == version + 1:
+        assert "a" in table.moved(seen), "changed, but its version was not there yet"
+
+
+def test_later_mutations_change_no_snapshot():
+    table = ResourceTable()
+    first, second = resource(), resource()
+    table.bind("a", first)
+    version, seen = table.snapshot()
+    table.replace("a", second)
+    table.bind("b", first)
+    assert (version, dict(seen)) == (1, {"a": first})
+    assert table.snapshot()[1] == {"a": second, "b": first} and table.get("a") is second
+
+
 def test_tables_refuse_what_is_not_theirs_and_do_not_move():
     table = ResourceTable()
     table.bind("a", resource(128))
@@ -159,6 +225,27 @@ def test_serials_are_given_once_in_every_thread():
     for thread in threads:
         thread.join()
     assert len(set(found)) == len(found) == 2000
+
+
+def test_a_witness_is_all_of_a_resource_but_its_capsule():
+    capsule = object()
+    one = resource(capsule=capsule)
+    assert one.witness == (one.address, one.serial, one.layout, one.use, one.bytes) and capsule not in one.witness
+    assert replace(one, capsule=None).witness == one.witness
+    for change in ({"address": 1 << 21}, {"serial": next_serial()}, {"use": "weights"}, {"bytes": 128}):
+        assert replace(one, **change).witness != one.witness
+
+
+def test_launches_of_any_number_of_operands_get_their_addresses():
+    buffers = dense("a", "uint8", (256,)), dense("b", "uint8", (256,))
+    launches = LaunchList(
+        buffers, (Copy(Operand("b", 32), Operand("a", 16), 8), Copy(Operand("a", 16), Operand("b"), 8))
+    )
+    assert launches.addresses([1000, 2000], range(2)) == [(2032, 1016), (1016, 2000)]
+    assert launches.addresses([1000, 2000], [1]) == [(1016, 2000)] and launches.users == ((0, 1), (0, 1))
+    for count in range(4):
+        take = _take([2, 0, 1][:count])
+        assert take([10, 11, 12]) == (12, 10, 11)[:count]
 
 
 def test_capsules_are_no_part_of_equality():

@@ -66,8 +66,9 @@ def arrays(edge: Edge, dtype: type) -> tuple[dict[str, np.ndarray], float]:
 
 
 def one_launch_is_exact(run: Runner, rows: int, tile: Tile, dtype: type) -> None:
-    """Few rows of 128 with 64 between, as in the report; one row where the tile is for one."""
-    edge = Edge(tokens=1 if rows == 1 else 64, top_k=2, experts=2, hidden=128, inner=64, activation=RELU2)
+    """Few rows of 128 with 64 between, as in the report; one row where the tile is for one, as long as its ring."""
+    hidden = power_of_two(max(128, 64 * tile.ring))
+    edge = Edge(tokens=1 if rows == 1 else 64, top_k=2, experts=2, hidden=hidden, inner=64, activation=RELU2)
     given, result = arrays(edge, dtype)
     got = one_launch(run, edge, np.dtype(dtype).name, given, tile)
     assert result == 8192

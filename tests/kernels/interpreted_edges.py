@@ -30,7 +30,8 @@ def test_C31_interpreted_tiles_of_one_launch_give_8192(dtype: str) -> None:
     """The interpreter has no bf16, whose tiles are those of f16; and what it does not model makes no other tile."""
     distinct = {(t.block_m, t.block_k, t.block_n, rows == 1): (rows, t) for rows, t in tiles(dtype)}
     for rows, tile in distinct.values():
-        one_launch_is_exact(interpreted, rows, tile, np.dtype(dtype).type)
+        if not tile.ring:  # that kernel is none of Triton's: test_row_gluon.py
+            one_launch_is_exact(interpreted, rows, tile, np.dtype(dtype).type)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
