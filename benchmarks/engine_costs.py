@@ -92,7 +92,7 @@ def cases(engine: Engine, norm: Array) -> tuple[Case, ...]:
 def watched(runtime: Runtime) -> Generator[defaultdict[str, float]]:
     """Seconds in a runtime's calls that launch and wait, by name, and in those that destroy a graph."""
     destroy = runtime.destroy
-    with decode_engine._watched(runtime) as spent:
+    with decode_engine.watched(runtime) as spent:
 
         def timed(graph: Any) -> None:
             start = time.perf_counter()

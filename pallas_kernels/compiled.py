@@ -128,6 +128,9 @@ def _build(spec: KernelSpec, capability: int, where: str, **more: Any) -> Any:
     from triton.backends.compiler import GPUTarget
 
     needed = 90 if spec.pdl else MINIMUM_CAPABILITY
+    if _is_gluon(spec.function) and not 90 <= capability < 100:
+        # Triton ends the process where a device does not have the instructions that such a kernel names.
+        raise CannotServe("compute capability", where=where, got=f"sm_{capability}", wanted="sm_90, a 9.x device")
     if capability < needed:
         raise CannotServe("compute capability", where=where, got=f"sm_{capability}", wanted=f"sm_{needed} or newer")
     types = {a.name: "*" + DTYPES[a.dtype] for a in spec.arguments}
@@ -148,11 +151,15 @@ def _build(spec: KernelSpec, capability: int, where: str, **more: Any) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options | more)
 
 
+def _is_gluon(function: Any) -> bool:
+    return getattr(function, "is_gluon", bool)()
+
+
 def _source_of(function: Any) -> Any:
     """Triton's class for the source of a function, which Gluon has its own of."""
     from triton.compiler import ASTSource
 
-    if not getattr(function, "is_gluon", bool)():
+    if not _is_gluon(function):
         return ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 

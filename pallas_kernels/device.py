@@ -25,7 +25,12 @@ def device_of(array: Any) -> jax.Device:
 
 def capability_of(array: Any) -> int:
     """Of the device of `device_of`, 90 for 9.0. Where it is not known, as when tracing for a GPU elsewhere, 80."""
-    found = getattr(device_of(array), "compute_capability", None) or "8.0"
+    return capability_of_device(device_of(array))
+
+
+def capability_of_device(device: jax.Device) -> int:
+    """As `capability_of`."""
+    found = getattr(device, "compute_capability", None) or "8.0"
     return int(found.replace(".", ""))
 
 

@@ -20,6 +20,8 @@ from .compiled import CompiledKernel
 from .errors import CannotServe, CudaError, InvalidArgument
 from .spec import KernelSpec
 
+MOST_CONFIGS = 8
+
 
 @dataclass(frozen=True)
 class LoadedKernel:
@@ -65,6 +67,8 @@ class LoadedKernel:
         handle = int((stream.stream if isinstance(stream, GraphBuilder) else stream).handle)
         config = self.configs.get(handle)
         if config is None:
+            if len(self.configs) >= MOST_CONFIGS:  # of streams that are gone
+                self.configs.clear()
             config = self.configs[handle] = self._config(handle)
         values = (*addresses, *scratch)
         _checked(driver.cuLaunchKernelEx(config, self.function, (values, (ctypes.c_void_p,) * len(values)), 0))

@@ -4,7 +4,9 @@ costs the host nothing more when the program runs again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +19,7 @@ from jax.interpreters import mlir, xla
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from .device import capability_of
+from .device import capability_of, capability_of_device, device_of
 from .errors import CannotServe
 from .spec import Argument, KernelSpec
 
@@ -33,9 +35,9 @@ kernel_call.def_impl(functools.partial(xla.apply_primitive, kernel_call))
 
 
 def known() -> bool:
-    """Whether the installed JAX has the call."""
+    """Whether the installed JAX has the call, and the driver is not forbidden to compile."""
     low, high = KNOWN_JAX
-    return low <= jax.__version_info__ < high
+    return low <= jax.__version_info__ < high and os.environ.get("CUDA_DISABLE_PTX_JIT", "0") == "0"
 
 
 def call(spec: KernelSpec, inputs: Sequence[Array | jax.Ref]) -> tuple[Array, ...]:
@@ -78,10 +80,19 @@ def _abstract_eval(*operands: ShapedArray, spec: KernelSpec) -> list[ShapedArray
     ]
 
 
+def _capability() -> int:
+    """Of JAX's default device, or of the first CUDA device where that is another: a lowering is not told its device."""
+    if device_of(None).platform == "gpu":
+        return capability_of(None)
+    with contextlib.suppress(RuntimeError):  # there is none, as when a program is lowered for another machine
+        return capability_of_device(jax.local_devices(backend="cuda")[0])
+    return capability_of(None)
+
+
 def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, spec: KernelSpec) -> Sequence[Any]:
     from .compiled import ptx_of
 
-    capability = capability_of(None)
+    capability = _capability()
     ptx = ptx_of(spec, capability)
     if ptx.global_scratch or ptx.profile_scratch:
         got = f"{ptx.global_scratch} and {ptx.profile_scratch} bytes a program for sm_{capability}"

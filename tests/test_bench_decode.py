@@ -326,7 +326,7 @@ def test_a_call_inside_another_is_not_timed_again():
         launch = launch_graph = wait = begin_capture = instantiate = synchronize
 
     runtime = Nested()
-    with decode_engine._watched(runtime) as spent:
+    with decode_engine.watched(runtime) as spent:
         assert runtime.read() == 2
         assert set(spent) == {"read"}
         assert runtime.synchronize() == 1
@@ -337,7 +337,7 @@ def test_calls_of_a_runtime_are_timed_and_left_as_they_were():
     runtime = SimulatedRuntime(1 << 12)
     stream = runtime.new_stream()
     address, capsule = runtime.allocate(16)
-    with decode_engine._watched(runtime) as spent:
+    with decode_engine.watched(runtime) as spent:
         runtime.read(address, "uint8", (16,), stream)
         capture = runtime.begin_capture(stream)
         runtime.instantiate(runtime.end_capture(capture))

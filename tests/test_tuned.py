@@ -338,6 +338,26 @@ def test_one_row_keeps_to_the_arithmetic_that_was_tuned_for_other_rows(tmp_path:
     assert expert_ffn_spec(1, *sizes[:4], dtype="bfloat16", activation=swiglu, tile=tile).name == "expert_ffn"
 
 
+@pytest.mark.parametrize(
+    ("kind", "takes"),
+    [
+        ("NVIDIA H200", True),
+        ("NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA GH200 480GB", True),
+        ("NVIDIA H100 PCIe", False),
+        ("NVIDIA H800 PCIe", False),
+        ("NVIDIA H20", False),
+        ("NVIDIA H200 MIG 3g.71gb", False),
+    ],
+)
+def test_a_device_with_fewer_multiprocessors_keeps_the_kernel_of_any_number_of_rows(
+    kind: str, takes: bool, tmp_path: Path
+) -> None:
+    chosen = tuned_tile_for(1, 8, 128, 2048, 768, "bfloat16", kind, folder=tmp_path).tile
+    assert bool(chosen.ring) == takes
+    assert dataclasses.replace(chosen, ring=0, ahead=0) == tile_for(1, 8, 128, 2048, 768, "bfloat16", capability=80)
+
+
 @pytest.mark.parametrize("name", ["_text", "PAIRS", "ROW_DEPTH", "ROW_OUTPUTS"])
 def test_a_change_of_the_kernel_for_one_row_makes_tuned_data_stale(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")

@@ -62,7 +62,7 @@ def measure(
             check_time(where, clock)
             engine.prefill([list(prompt)], max_new_tokens=positions(steps))
         engine.graphs.drain()
-        with _watched(runtime) as spent:
+        with watched(runtime) as spent:
             start = time.perf_counter()
             engine.step()
             first = time.perf_counter() - start
@@ -100,7 +100,7 @@ def measure(
 
 
 @contextlib.contextmanager
-def _watched(runtime: Runtime) -> Generator[defaultdict[str, float]]:
+def watched(runtime: Runtime) -> Generator[defaultdict[str, float]]:
     """Seconds spent in a runtime's calls, by name, while the block runs; a call inside another one is part of that.
 
     ``"capture"`` is the time from the begin of the last capture to the end of its instantiation.
@@ -144,7 +144,7 @@ def _shares(engine: Engine) -> tuple[float, float]:
     Apart from the steps whose time counts: with graphs off the clocks around every launch would count too.
     """
     host, launches = [], []
-    with _watched(engine.runtime) as spent:
+    with watched(engine.runtime) as spent:
         for _ in range(WATCHED):
             spent.clear()
             start = time.perf_counter()

@@ -54,9 +54,17 @@ def other_rows_of(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
 def facts(report: Mapping[str, Any]) -> str:
     """Device, ceilings, versions and date in one sentence."""
     named = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    parts = [f"Measured on one {report['device']}, {report['date']}, bf16: streaming read"]
-    parts.append(f"{report['read_tbs']:.2f} TB/s, 8192³ matmul {report['matmul_tflops']:.0f} TFLOP/s, in the same run.")
+    runs = report.get("runs", [report])
+    read = _range([run["read_tbs"] for run in runs], ".2f")
+    matmul = _range([run["matmul_tflops"] for run in runs], ".0f")
+    parts = [f"Measured on one {report['device']}, {report['date']}, bf16: streaming read {read} TB/s,"]
+    parts.append(f"8192³ matmul {matmul} TFLOP/s, in the {'same run' if len(runs) == 1 else 'runs of the cells'}.")
     return f"{' '.join(parts)} {named}."
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    low, high = (format(value, form) for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
 
 
 def markdown(report: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ PAIRS = 8
 ROW_DEPTH = 64
 ROW_OUTPUTS = 16
 MOST_INNER = 1536
+ROW_DEVICES = ("H100 80GB HBM3", "H100 NVL", "H200", "GH200", "H800")  # whole ones have 132 multiprocessors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,15 @@ def row_refusal(top_k: int, hidden: int, inner: int) -> str | None:
     if inner > MOST_INNER:
         return f"I={inner}: activations of at most {MOST_INNER} fit beside the weights"
     return None
+
+
+def of_device(tile: Tile, device_kind: str) -> Tile:
+    """The tile, without the kernel for one row where a device may have fewer multiprocessors than that has programs.
+
+    Then some programs would run after the others, and the kernel takes nearly twice as long.
+    """
+    whole = "PCIe" not in device_kind and "MIG" not in device_kind
+    return tile if whole and any(name in device_kind for name in ROW_DEVICES) else replace(tile, ring=0, ahead=0)
 
 
 def of_one_arithmetic(tile: Tile) -> Tile:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import InvalidArgument
-from ..experts.heuristics import PAIRS, ROW_DEPTH, ROW_OUTPUTS, Tile, of_one_arithmetic, tile_for
+from ..experts.heuristics import PAIRS, ROW_DEPTH, ROW_OUTPUTS, Tile, of_device, of_one_arithmetic, tile_for
 from ..experts.specs import expert_ffn_spec
 from ..grouped_moe.activation import Activation
 from .lookup import DATA, Found, lookup
@@ -85,7 +85,7 @@ def tuned_tile_for(
     base = tile_for(tokens, top_k, experts, hidden, inner, dtype, capability=capability)
     shape = (hidden, inner, experts, top_k)
     found = choose("expert_ffn", base, shape, tokens, dtype, device_kind, source=source, folder=folder)
-    return found._replace(tile=of_one_arithmetic(found.tile))
+    return found._replace(tile=of_device(of_one_arithmetic(found.tile), device_kind))
 
 
 @functools.cache

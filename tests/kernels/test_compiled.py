@@ -128,9 +128,12 @@ def test_matrix_units_take_the_weights_as_m():
 
 def test_old_devices_are_refused_with_both_numbers():
     with pytest.raises(CannotServe, match=r"sm_75.*sm_80"):
-        compiled.compile_spec(ffn(), 75)
+        compiled.compile_spec(ffn(4), 75)
+    for capability in (80, 100):  # where Triton itself would end the process
+        with pytest.raises(CannotServe, match=rf"sm_{capability}.*sm_90"):
+            compiled.compile_spec(ffn(1), capability)
     with pytest.raises(CannotServe, match=r"sm_80.*sm_90"):
-        compiled.compile_spec(ffn(pdl=True), 80)
+        compiled.compile_spec(ffn(4, pdl=True), 80)
 
 
 def test_a_folder_gives_back_what_was_saved_and_refuses_another_source(tmp_path):

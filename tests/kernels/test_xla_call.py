@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ pytest.importorskip("triton")
 from triton import knobs
 
 from lowering import lowered
-from moe_jax.pallas_kernels import compiled, in_jit, jax_triton_call, xla_call
+from moe_jax.pallas_kernels import compiled, device, in_jit, jax_triton_call, xla_call
 from moe_jax.pallas_kernels.advance import advance_spec
 from moe_jax.pallas_kernels.errors import CannotServe, InvalidArgument
 from moe_jax.pallas_kernels.experts import expert_ffn_spec
@@ -271,7 +272,9 @@ def test_under_shard_map_results_vary_over_what_any_operand_does(own: str, check
     assert text.count(f"@{xla_call.TARGET}(") == 1
 
 
-def test_another_jax_takes_the_way_of_jax_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_jax_or_a_driver_that_may_not_compile_takes_the_way_of_jax_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("jax_triton")
     spec, _ = CASES["kv_append"]
 
@@ -280,9 +283,26 @@ def test_another_jax_takes_the_way_of_jax_triton(monkeypatch: pytest.MonkeyPatch
         return " kernel_call[" in text, "triton_kernel_call[" in text
 
     assert xla_call.known() and kinds() == (True, False)
+    with monkeypatch.context() as without:
+        without.setenv("CUDA_DISABLE_PTX_JIT", "1")
+        assert not xla_call.known() and kinds() == (False, True)
     for version in ((0, 11, 1), (0, 12, 0)):
         monkeypatch.setattr(jax, "__version_info__", version)
         assert not xla_call.known() and kinds() == (False, True)
+
+
+def test_a_program_for_a_gpu_is_compiled_for_it_although_the_default_is_another_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    found = {"cuda": [gpu]}
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: found[backend] if backend else [cpu])
+    cpu = SimpleNamespace(platform="cpu")
+    assert xla_call._capability() == 90
+    other = SimpleNamespace(platform="gpu", compute_capability="8.6")
+    monkeypatch.setattr(xla_call, "device_of", lambda array: other)
+    monkeypatch.setattr(device, "device_of", lambda array: other)
+    assert xla_call._capability() == 86
 
 
 @pytest.mark.gpu
