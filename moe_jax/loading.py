@@ -13,10 +13,10 @@ from typing import Any
 import jax
 
 from .checkpoint import load_module
-from .checkpoint.files import whole
-from .errors import InvalidArgument
+from .checkpoint.files import check_unchanged, identity, whole
+from .errors import CheckpointError, InvalidArgument
 from .model import Model
-from .tokenizer import Tokenizer
+from .tokenizer import TOKENIZER_FILES, Tokenizer
 
 _REPOSITORY = re.compile(r"(?!\.\.?/)[\w.-]+/(?!\.\.?$)[\w.-]+")  # no part is . or ..
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "chat_template.jinja"]
@@ -41,12 +41,23 @@ def load(
         strict: raise, instead of warn, when the folder holds tensors of a draft head, which are not loaded.
 
     Raises:
-        CheckpointError: the folder is no checkpoint that can be loaded; says which file and why.
+        CheckpointError: the folder is no checkpoint that can be loaded, or another was saved there before the end;
+            says which file and why.
         InvalidArgument: no such folder or device, a repository that cannot be had, or a dtype parameters cannot have.
     """
-    folder = checkpoint_folder(path)
-    config, module = load_module(folder, dtype=dtype, device=_device(device), progress=progress, strict=strict)
-    return Model(config, module, Tokenizer.from_folder(whole(folder)))
+    place = checkpoint_folder(path)
+    on = _device(device)
+    folder = whole(place)
+    read = {folder / name: identity(folder / name) for name in TOKENIZER_FILES}
+    tokenizer = Tokenizer.from_folder(folder)
+    config, module = load_module(folder, dtype=dtype, device=on, progress=progress, strict=strict)
+    # The tokenizer is that of the weights if none was saved meanwhile. A save shows first in where the checkpoint is,
+    # then in the files of that place, so they are looked at in this order.
+    if whole(place) != folder:
+        got, wanted = "another checkpoint, saved meanwhile", "the same until it is loaded"
+        raise CheckpointError("folder", where=str(place), got=got, wanted=wanted)
+    check_unchanged(read)
+    return Model(config, module, tokenizer)
 
 
 def _device(device: str | jax.Device | None) -> jax.Device | None:

@@ -10,7 +10,7 @@ from typing import Any, SupportsInt
 from moe_jax.errors import CheckpointError, InvalidArgument
 
 # What `Tokenizer.from_folder` reads.
-_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _REPLACEMENT = "\ufffd"  # what a decoder puts where bytes are no (or not yet a) character
 
 
@@ -66,17 +66,24 @@ class Tokenizer:
         if config_file.is_file():
             try:
                 config = json.loads(config_file.read_text(encoding="utf-8"))
-            except ValueError as error:
+            except (OSError, ValueError) as error:
                 raise CheckpointError(
                     "cannot read the tokenizer's config", where=str(config_file), got=str(error), wanted="JSON"
                 ) from error
-        template = template_file.read_text(encoding="utf-8") if template_file.is_file() else None
+        template = None
+        if template_file.is_file():
+            try:
+                template = template_file.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise CheckpointError(
+                    "cannot read the chat template", where=str(template_file), got=str(error), wanted="UTF-8 text"
+                ) from error
         return cls(fast, config, template)
 
     def save(self, folder: str | Path) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json`` in the place of any tokenizer that was there."""
         folder = Path(folder)
-        remove_tokenizer(folder)
+        _remove(folder)
         self._tokenizer.save(str(folder / "tokenizer.json"))
         config = dict(self._config)
         if self.chat_template is not None:
@@ -189,10 +196,10 @@ class TextStream:
         return self._tokenizer.decode(self._ids[self._context :])[len(before) :]
 
 
-def remove_tokenizer(folder: str | Path) -> None:
+def _remove(folder: Path) -> None:
     """Delete a folder's tokenizer, if it has one."""
-    for name in _FILES:
-        (Path(folder) / name).unlink(missing_ok=True)
+    for name in TOKENIZER_FILES:
+        (folder / name).unlink(missing_ok=True)
 
 
 def _template_of(entry: Any) -> str | None:

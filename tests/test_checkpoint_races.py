@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 from checkpoint_files import Arrays, assert_same, random_tensors, small_config, write_file, write_folder
+from moe_jax import loading
 from moe_jax.checkpoint import load as load_file
 from moe_jax.checkpoint import load_module, save_module
 from moe_jax.errors import CheckpointError
+from moe_jax.tokenizer import Tokenizer
+from test_tokenizer import CONFIG, byte_tokenizer
 
 RAW = small_config("olmoe", rope_theta=10.0)
 REFUSED = "file: got one that was replaced or written to meanwhile, wanted the same until it is loaded"
@@ -148,3 +151,86 @@ def test_a_tied_head_that_is_replaced_is_not_compared(folder, monkeypatch):
     monkeypatch.setattr(load_file, "_check_tied", check)
     with pytest.raises(CheckpointError, match=REFUSED):
         load_module(folder)
+
+
+TOKENIZERS = {"one": Tokenizer(byte_tokenizer(), CONFIG), "other": Tokenizer(byte_tokenizer(), {}), "none": None}
+OTHER = "got (another checkpoint, saved meanwhile|one that was replaced or written to meanwhile), wanted the same until"
+
+
+@pytest.mark.parametrize("after", list(TOKENIZERS))
+@pytest.mark.parametrize("before", list(TOKENIZERS))
+@pytest.mark.parametrize("moment", ["before the weights", "after the weights"])
+def test_a_model_is_not_given_the_tokenizer_of_another_save(moment, before, after, tmp_path, monkeypatch):
+    first = load_module(write_folder(tmp_path / "a", RAW, random_tensors(RAW)))
+    second = load_module(write_folder(tmp_path / "b", RAW | {"rope_theta": 20.0}, other_tensors()))
+    save_module(*first, folder := tmp_path / "saved", tokenizer=TOKENIZERS[before])
+    aged(folder)
+
+    def load_with_save(path: Path, **options: object):
+        if moment == "before the weights":
+            save_module(*second, folder, tokenizer=TOKENIZERS[after])
+            return load_module(path)
+        found = load_module(path)
+        save_module(*second, folder, tokenizer=TOKENIZERS[after])
+        return found
+
+    monkeypatch.setattr(loading, "load_module", load_with_save)
+    if before == after == "none":
+        model = loading.load(folder)
+        assert model.tokenizer is None
+        assert_same(model.module, (second if moment == "before the weights" else first)[1])
+        return
+    with pytest.raises(CheckpointError, match=OTHER):
+        loading.load(folder)
+
+
+@pytest.mark.parametrize("moved", ["before the weights", "after the weights"])
+def test_a_save_that_is_moved_to_its_place_while_it_is_loaded(moved, tmp_path, monkeypatch):
+    """What is loaded from beside its place goes from there; the model does not lose its tokenizer."""
+    first = load_module(write_folder(tmp_path / "a", RAW, random_tensors(RAW)))
+    save_module(*first, folder := tmp_path / "saved", tokenizer=TOKENIZERS["one"])
+    (folder / ".saved").mkdir()
+    for file in list(folder.iterdir()):
+        if file.is_file():
+            os.link(file, folder / ".saved" / file.name)
+
+    def load_with_move(path: Path, **options: object):
+        if moved == "before the weights":
+            (folder / ".saved").rename(tmp_path / "gone")
+        found = load_module(path)
+        if moved == "after the weights":
+            (folder / ".saved").rename(tmp_path / "gone")
+        return found
+
+    monkeypatch.setattr(loading, "load_module", load_with_move)
+    with pytest.raises(CheckpointError):
+        loading.load(folder)
+    monkeypatch.undo()
+    assert loading.load(folder).tokenizer is not None
+
+
+def test_a_save_that_is_not_yet_moved_when_it_is_loaded(tmp_path, monkeypatch):
+    """The folder's tokenizer is still that of the old checkpoint, and the same as it was."""
+    first = load_module(write_folder(tmp_path / "a", RAW, random_tensors(RAW)))
+    second = load_module(write_folder(tmp_path / "b", RAW | {"rope_theta": 20.0}, other_tensors()))
+    save_module(*first, folder := tmp_path / "saved", tokenizer=TOKENIZERS["one"])
+    save_module(*second, tmp_path / "new", tokenizer=TOKENIZERS["other"])
+
+    def load_with_commit(path: Path, **options: object):
+        os.utime(tmp_path / "new")
+        (tmp_path / "new").rename(folder / ".saved")
+        return load_module(path)
+
+    monkeypatch.setattr(loading, "load_module", load_with_commit)
+    with pytest.raises(CheckpointError, match="folder: got another checkpoint, saved meanwhile"):
+        loading.load(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_of_the_tokenizer_that_cannot_be_read(name, tmp_path):
+    tokenizer = TOKENIZERS["one"]
+    assert tokenizer is not None
+    tokenizer.save(tmp_path)
+    (tmp_path / name).write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=name):
+        Tokenizer.from_folder(tmp_path)

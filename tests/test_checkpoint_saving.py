@@ -8,7 +8,10 @@ import functools
 import io
 import os
 import shutil
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,9 @@ import pytest
 
 from checkpoint_files import arrays_of, assert_same, random_tensors, small_config, write_folder
 from moe_jax.checkpoint import load_module, save_module
+from moe_jax.checkpoint import save as save_file
+from moe_jax.checkpoint.files import whole
+from moe_jax.errors import CheckpointError
 from moe_jax.loading import load
 from moe_jax.model import Model
 from moe_jax.models.config import ModelConfig
@@ -26,7 +32,7 @@ from moe_jax.tokenizer import Tokenizer
 from test_tokenizer import CONFIG, TEMPLATE, byte_tokenizer
 
 Kind = Callable[..., None]  # saves a model in one file, or in several
-CALLS = ("mkdir", "open", "fsync", "link", "replace", "rename", "unlink", "rmdir", "listdir", "scandir")
+CALLS = ("mkdir", "open", "fsync", "utime", "link", "replace", "rename", "unlink", "rmdir", "listdir", "scandir")
 
 
 def one(model: Model, folder: Path) -> None:
@@ -156,8 +162,7 @@ def test_a_save_that_fails_anywhere_leaves_the_old_or_the_new_checkpoint(
             # And it is no obstacle for the next one.
             after(new, folder)
             assert same(load(folder), new)
-        names = {file.name for file in folder.iterdir() if not file.name.startswith(".saving-")}
-        assert names == wanted
+        assert {file.name for file in folder.iterdir()} == wanted
         shutil.rmtree(folder)
         number += 1
     # A failure that is of no importance, such as that of a link, may leave the new one earlier.
@@ -267,3 +272,201 @@ def test_a_tokenizer_is_kept_replaced_or_removed(models, tmp_path):
     assert load(tmp_path).tokenizer is None
     assert_same(load_module(tmp_path)[1], module)
     np.testing.assert_array_equal(*(np.asarray(m.embed[...]) for m in (load_module(tmp_path)[1], module)))
+
+
+class Killed(BaseException):
+    """Stands in for the end of the process."""
+
+
+@pytest.fixture
+def killed(models, tmp_path, monkeypatch) -> Callable[..., Path]:
+    """A folder with the first model, into which the second was being saved until some call."""
+
+    def make(call: str, which: Callable[[Any], bool]) -> Path:
+        def kill(*args: Any, **options: Any) -> Any:
+            if which(args):
+                raise Killed
+            return real(*args, **options)
+
+        one(models[0], tmp_path)
+        real = getattr(os, call)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, call, kill)
+            patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # nothing is tidied up
+            with pytest.raises(Killed):
+                several(models[1], tmp_path)
+        return tmp_path
+
+    return make
+
+
+def before_the_move(args: Any) -> bool:
+    return Path(args[0]).name == "config.json" and len(args) == 1
+
+
+def config_in_its_place(args: Any) -> bool:
+    return Path(args[0]).name == ".saved"
+
+
+def hidden(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir() if file.name.startswith("."))
+
+
+def test_the_next_save_takes_away_what_killed_ones_left(models, killed):
+    folder = killed("rename", lambda args: Path(args[0]).name == "new")
+    (left,) = hidden(folder)
+    assert left.startswith(".saving-") and (folder / left / "new" / "config.json").exists()
+    (folder / ".saving-notes").write_text("a file of somebody's")
+    (folder / ".saving-elsewhere").symlink_to(folder.parent)
+    one(models[1], folder)
+    assert hidden(folder) == [".saving-elsewhere", ".saving-notes"] and same(load(folder), models[1])
+
+
+def test_the_folder_of_a_process_that_was_killed_is_free(models, tmp_path):
+    """And that of a living one is not."""
+    code = """
+import sys
+from pathlib import Path
+from moe_jax.checkpoint.save import _staging
+with _staging(Path(sys.argv[1])) as staging:
+    (staging / "weights").write_text("many")
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+            (left,) = hidden(tmp_path)
+            one(models[0], tmp_path)
+            assert hidden(tmp_path) == [left] and (tmp_path / left / "weights").exists()
+        finally:
+            process.kill()
+    assert hidden(tmp_path) == [left]
+    one(models[0], tmp_path)
+    assert hidden(tmp_path) == []
+
+
+def test_a_save_does_not_take_away_one_that_goes_on(models, tmp_path, monkeypatch):
+    """Another, of the whole model, in the middle of writing it."""
+    real, inner = save_file._write, []
+
+    def write(*args: Any) -> None:
+        real(*args)
+        if not inner:
+            inner.append(True)
+            one(models[1], tmp_path)
+            assert len(hidden(tmp_path)) == 1
+
+    monkeypatch.setattr(save_file, "_write", write)
+    one(models[0], tmp_path)
+    assert same(load(tmp_path), models[0]) and hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["written", "copied with its times"])
+@pytest.mark.parametrize("when", [("unlink", before_the_move), ("rename", config_in_its_place)], ids=["early", "late"])
+def test_a_checkpoint_of_another_program_after_a_killed_save_is_not_hidden(when, copied, models, killed, tmp_path):
+    folder = killed(*when)
+    assert hidden(folder)[0] == ".saved" and same(load(folder), models[1])
+    time.sleep(0.05)  # a tick of the clock of files
+    one(models[0], other := tmp_path / "other")
+    for file in other.iterdir():
+        if copied:
+            os.utime(file, (1e9, 1e9))
+        (folder / file.name).unlink(missing_ok=True)
+        shutil.copy2(file, folder / file.name)
+    with pytest.raises(CheckpointError, match=r"checkpoint: got two: .*wanted one: delete .saved to load") as caught:
+        load(folder)
+    assert f"{folder / '.saved'}, " in str(caught.value) and f"{folder / 'config.json'}, " in str(caught.value)
+    config, module = models[0].config, models[0].module
+    with pytest.raises(CheckpointError, match="two"):
+        save_module(config, module, folder)
+    # Each of the ways that it names.
+    shutil.copytree(folder, saved := tmp_path / "without the file")
+    (saved / "config.json").unlink()
+    assert same(load(saved), models[1])
+    shutil.rmtree(folder / ".saved")
+    assert same(load(folder), models[0])
+
+
+def test_a_config_written_through_the_link_of_a_killed_save_is_not_taken_for_its_own(killed):
+    folder = killed("rename", config_in_its_place)
+    file = folder / "config.json"
+    assert file.samefile(folder / ".saved" / "config.json")
+    time.sleep(0.05)
+    file.write_text(file.read_text().replace("20.0", "30.0"))
+    with pytest.raises(CheckpointError, match="two"):
+        load(folder)
+
+
+def test_a_save_over_two_checkpoints_leaves_its_own(models, killed):
+    folder = killed("unlink", before_the_move)
+    time.sleep(0.05)
+    (folder / "config.json").write_text("{}")
+    one(models[0], folder)
+    assert same(load(folder), models[0]) and hidden(folder) == []
+
+
+def test_copies_in_the_place_of_links_are_the_saves_own(models, killed, monkeypatch):
+    """On a file system without links, where they are newer than what they are copied from."""
+
+    def refused(*args: Any) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    folder = killed("rename", config_in_its_place)
+    assert not (folder / "config.json").samefile(folder / ".saved" / "config.json")
+    assert whole(folder) == folder / ".saved" and same(load(folder), models[1])
+
+
+def test_a_save_that_goes_on_is_never_taken_for_two(models, tmp_path):
+    """Nor one after the other: the files of the first are older than the second."""
+    one(models[0], tmp_path)
+    stop, errors = threading.Event(), []
+
+    def look() -> None:
+        try:
+            while not stop.is_set():
+                whole(tmp_path)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for _ in range(15):
+        several(models[1], tmp_path)
+        one(models[0], tmp_path)
+    stop.set()
+    thread.join()
+    assert errors == []
+
+
+def test_a_checkpoint_placed_while_a_save_writes_is_older_than_it(models, killed, tmp_path, monkeypatch):
+    """What counts is when a save was done, and not when its files were written."""
+    real, placed = os.fsync, []
+
+    def fsync(fd: int) -> None:
+        if not placed and list(tmp_path.glob(".saving-*/new/model.safetensors.index.json")):  # of the second model
+            time.sleep(0.05)
+            os.utime(tmp_path / "config.json")
+            placed.append(True)
+            time.sleep(0.05)
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder = killed("unlink", before_the_move)
+    assert placed and same(load(folder), models[1])
+
+
+def test_nothing_of_a_save_that_let_the_next_one_go_on_is_linked(models, tmp_path, monkeypatch):
+    """To remove a link later would make the file in its place look newer than the next save."""
+    real, links = shutil.rmtree, []
+
+    def rmtree(path: Any, **options: Any) -> None:
+        if Path(path).parent == tmp_path:
+            links.append({file.stat().st_nlink for file in tmp_path.iterdir() if file.is_file()})
+        real(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    one(models[0], tmp_path)
+    assert links == [{1}]

@@ -63,9 +63,34 @@ class Tensor(NamedTuple):
 
 
 def whole(folder: Path) -> Path:
-    """Where a folder's checkpoint is: beside its place, after a save that could not move it there."""
-    saved = folder / SAVED
-    return saved if saved.is_dir() else folder
+    """Where a folder's checkpoint is: beside its place, after a save that could not move it there.
+
+    Such a save (one that was killed, say) leaves ``.saved``, which counts until the next one. Another program knows
+    nothing of that, and the checkpoint that it puts into the folder must not be hidden for ever. So there are two, and
+    none is taken, where the folder's own config.json came there after ``.saved``. That is told by the time at which
+    the file last changed in any way, because copying programs keep the time of the last write. Links and copies of
+    the saved file, which have its size and time of the last write, are the save's own unless written to since.
+
+    Raises:
+        CheckpointError: there are two; names both, and says that one has to be deleted.
+    """
+    saved, file = folder / SAVED, folder / "config.json"
+    if not saved.is_dir():
+        return folder
+    try:
+        then = os.stat(saved)  # a save sets its time of the last write
+        own = os.stat(file)
+    except FileNotFoundError:
+        return saved if saved.is_dir() else folder
+    kept = identity(saved / file.name)
+    placed = kept is not None and kept[2:] == _identity(own)[2:]
+    if (own.st_mtime_ns if placed else own.st_ctime_ns) <= then.st_mtime_ns:
+        return saved
+    if identity(saved) != _identity(then):  # it was moved to its place while this looked
+        return whole(folder)
+    got = f"two: {saved}, of a save that was broken off, and {file}, which is newer"
+    wanted = f"one: delete {SAVED} to load the folder's own files, or that {file.name} to load the saved ones"
+    raise CheckpointError("checkpoint", where=str(folder), got=got, wanted=wanted)
 
 
 def identity(file: Path) -> Identity | None:
@@ -78,6 +103,22 @@ def identity(file: Path) -> Identity | None:
 
 def _identity(status: os.stat_result) -> Identity:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def check_unchanged(files: Mapping[Path, Identity | None]) -> None:
+    """Refuse files that are not the ones that they were.
+
+    Raises:
+        CheckpointError: names the first.
+    """
+    for file, then in files.items():
+        _check(file, identity(file), then)
+
+
+def _check(file: Path, now: Identity | None, then: Identity | None) -> None:
+    if now != then:
+        got, wanted = "one that was replaced or written to meanwhile", "the same until it is loaded"
+        raise CheckpointError("file", where=str(file), got=got, wanted=wanted)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -242,24 +283,18 @@ def opened(tensors: Iterable[Tensor], beside: Mapping[Path, Identity | None]) ->
     seen = {tensor.file: tensor.identity for tensor in tensors}
     held: dict[Path, int] = {}
 
-    def check(file: Path, now: Identity | None, then: Identity | None) -> None:
-        if now != then:
-            got, wanted = "one that was replaced or written to meanwhile", "the same until it is loaded"
-            raise CheckpointError("file", where=str(file), got=got, wanted=wanted)
-
     try:
         for file in seen:
             try:
                 held[file] = os.open(file, os.O_RDONLY)
             except OSError as error:
                 raise CheckpointError("file", where=str(file), got=error.strerror, wanted="a readable file") from error
-        for file, then in beside.items():
-            check(file, identity(file), then)
+        check_unchanged(beside)
         for file, fd in held.items():
-            check(file, _identity(os.fstat(fd)), seen[file])
+            _check(file, _identity(os.fstat(fd)), seen[file])
         yield held
         for file, fd in held.items():
-            check(file, _identity(os.fstat(fd)), seen[file])
+            _check(file, _identity(os.fstat(fd)), seen[file])
     finally:
         for fd in held.values():
             os.close(fd)

@@ -5,6 +5,10 @@ Several files cannot change places at once, but a folder can. The new checkpoint
 `load` reads. Then its files are linked into their places, each by a rename, and ``.saved`` is taken away. A save that
 is broken off in between leaves the rest to the next one. Programs that know no ``.saved`` find no config.json
 meanwhile, rather than one beside weights of another model.
+
+A save holds a lock on its ``.saving-…``. The system frees the locks of a killed process, so the next save knows the
+folders of dead ones, and takes them away; it does not where the file system has no locks. Machines that save into one
+folder must see each other's locks.
 """
 
 from __future__ import annotations
@@ -30,12 +34,12 @@ from moe_jax.errors import InvalidArgument
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.decoder import abstract_decoder
 from moe_jax.models.families import config_to_hf
-from moe_jax.tokenizer import _FILES as TOKENIZER
-from moe_jax.tokenizer import Tokenizer
+from moe_jax.tokenizer import TOKENIZER_FILES, Tokenizer
 
 from . import names
 from .files import DTYPE_NAMES, INDEX, SAVED, SINGLE, whole
 
+STAGING = ".saving-"
 Part = tuple[names.Path, int, names.Source]  # a tensor: the parameter it is cut from, its first element, name and shape
 
 
@@ -63,6 +67,7 @@ def save_module(
 
     Raises:
         InvalidArgument: a layout there is not, or a module that the config does not describe.
+        CheckpointError: the tokenizer of two checkpoints is to be kept, see `moe_jax.checkpoint.files.whole`.
         OSError: of the file system.
     """
     where = "save_module"
@@ -90,8 +95,7 @@ def save_module(
 
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
-    try:
+    with _staging(folder) as staging:
         new = staging / "new"
         new.mkdir()
         shards = _shards(parts, arrays, max_shard_bytes)
@@ -110,31 +114,64 @@ def save_module(
         with _alone(folder):
             if tokenizer == "kept":
                 _copy_tokenizer(whole(folder), new)
-            for file in (*new.iterdir(), new):
+            for file in new.iterdir():
                 _sync(file)
             if (folder / SAVED).exists():
                 _move(folder, staging)
+            os.utime(new)  # the time of the save, which `whole` compares with that of a config.json
+            _sync(new)
             os.rename(new, folder / SAVED)
             _sync(folder)
             _move(folder, staging)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Generator[None]:
-    """Of several saves into a folder, one at a time moves files; where the file system has no locks, unguarded."""
+def _alone(folder: Path) -> Generator[bool]:
+    """Of several saves into a folder, one at a time moves files; gives False, unguarded, where there are no locks."""
     fd = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
+        yield _locked(fd, fcntl.LOCK_EX)
     finally:
         os.close(fd)
 
 
+def _locked(fd: int, how: int) -> bool:
+    try:
+        fcntl.flock(fd, how)
+    except OSError:  # another has it, or the file system has none
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _staging(folder: Path) -> Generator[Path]:
+    """A new folder inside, locked as long as it is in use. Those of saves that were killed are taken away first."""
+    with contextlib.ExitStack() as stack:
+        with _alone(folder) as guarded:  # so that no other save finds the new one before it is locked
+            if guarded:
+                _remove_dead(folder)
+            staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=folder))
+            stack.callback(shutil.rmtree, staging, ignore_errors=True)
+            fd = os.open(staging, os.O_RDONLY)
+            stack.callback(os.close, fd)
+            _locked(fd, fcntl.LOCK_EX)
+        yield staging
+
+
+def _remove_dead(folder: Path) -> None:
+    """Take away what was left by saves that were killed; what cannot be removed stays."""
+    for found in folder.glob(STAGING + "*"):
+        with contextlib.suppress(OSError):
+            fd = os.open(found, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if _locked(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                    shutil.rmtree(found, ignore_errors=True)
+            finally:
+                os.close(fd)
+
+
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    for name in TOKENIZER:
+    for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 
@@ -156,7 +193,7 @@ def _move(folder: Path, staging: Path) -> None:
     saved, links = folder / SAVED, Path(tempfile.mkdtemp(dir=staging))
     files = {file.name for file in saved.iterdir()}
     shard = "model-" + "[0-9]" * 5 + "-of-" + "[0-9]" * 5 + ".safetensors"
-    known = {"generation_config.json", INDEX, SINGLE, *TOKENIZER, *(file.name for file in folder.glob(shard))}
+    known = {"generation_config.json", INDEX, SINGLE, *TOKENIZER_FILES, *(file.name for file in folder.glob(shard))}
     for name in ("config.json", *sorted(known - files)):
         (folder / name).unlink(missing_ok=True)
     for name in (*sorted(files - {"config.json"}), "config.json"):
@@ -165,10 +202,15 @@ def _move(folder: Path, staging: Path) -> None:
             os.link(saved / name, link)
         except OSError:  # a file system without links
             shutil.copyfile(saved / name, link)
+            status = os.stat(saved / name)
+            os.utime(link, ns=(status.st_atime_ns, status.st_mtime_ns))
             _sync(link)
         os.replace(link, folder / name)
     _sync(folder)
-    os.rename(saved, tempfile.mkdtemp(dir=staging))
+    old = tempfile.mkdtemp(dir=staging)
+    os.rename(saved, old)
+    # While the folder is locked: removing a link changes the file, and `whole` must not take that for another file.
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _generation(config: ModelConfig) -> dict[str, Any]:
