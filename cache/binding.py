@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,6 +55,26 @@ class Binding:
                 launch(kernel, addresses, on)
 
 
+def memory(
+    where: str, launches: LaunchList, table: ResourceTable, known: Held | None = None
+) -> tuple[Held, Sequence[int]]:
+    """What a table has for each buffer, claimed for one step; and the buffers that may have another than was known.
+
+    Raises:
+        InvalidArgument: a buffer is not bound, or bound to memory of another layout.
+    """
+    held, moved, missing = hold(table, launches, known)
+    if held is None:
+        wanted = "bound in the ResourceTable"
+        raise InvalidArgument(f"memory of {missing!r}", where=where, got="none", wanted=wanted)
+    for index in moved:
+        got, buffer = held.witnesses[index].layout, launches.buffers[index]
+        if got != buffer.layout:
+            got, wanted = tuple(got), tuple(buffer.layout)
+            raise InvalidArgument(f"layout of {buffer.name!r}", where=where, got=got, wanted=wanted)
+    return held, moved
+
+
 class Bindings:
     """Binds launch lists, and remembers how. Not thread-safe: its owner locks.
 
@@ -81,15 +102,7 @@ class Bindings:
             if held is not None:
                 self._known.move_to_end(launches)
                 return Binding(known.calls, held)
-        held, moved, missing = hold(table, launches, None if known is None else known.held)
-        if held is None:
-            wanted = "bound in the ResourceTable"
-            raise InvalidArgument(f"memory of {missing!r}", where=where, got="none", wanted=wanted)
-        for index in moved:
-            got, buffer = held.witnesses[index].layout, launches.buffers[index]
-            if got != buffer.layout:
-                got, wanted = tuple(got), tuple(buffer.layout)
-                raise InvalidArgument(f"layout of {buffer.name!r}", where=where, got=got, wanted=wanted)
+        held, moved = memory(where, launches, table, None if known is None else known.held)
         calls = self._loaded(launches) if known is None else [*known.calls]
         stale = {launch for index in moved for launch in launches.users[index]}
         addresses = launches.addresses([witness.address for witness in held.witnesses], stale)

@@ -1,4 +1,4 @@
-"""What a step is going to be, decided without changing anything; the store then acts on it.
+"""What a step is going to be, decided without doing anything; the store then acts on it.
 
 In order: certificate, admission, coverage, host-staging, mode, prompt, first call, the checks, and last whether the
 graph would fit. The first that speaks decides.
@@ -7,7 +7,7 @@ graph would fit. The first that speaks decides.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from .events import Event, Kind
@@ -77,14 +77,12 @@ class Rules:
         overlap: changed launch properties update an executable in place.
         max_bytes: of the store.
         compiler: of the runtime.
-        programs: that plans were made of; more are remembered here.
     """
 
     captures: bool
     overlap: bool
     max_bytes: int
     compiler: str
-    programs: Programs = field(default_factory=dict)
 
 
 def decide(
@@ -94,8 +92,14 @@ def decide(
     registry: Registry,
     entries: Mapping[PlanKey, Entry],
     rules: Rules,
+    programs: Programs,
 ) -> Decision:
-    """See the module. Nothing given is changed; programs that had to be compiled are remembered."""
+    """See the module.
+
+    Args:
+        entries: by plan key.
+        programs: that plans were made of. One that has to be compiled now is put there; nothing else is changed.
+    """
     if certificate.problem is not None:
         return Decision("direct", Reason.MALFORMED, certificate.problem, fails=True)
     manifest, generation = registry.manifest(certificate.namespace)
@@ -111,7 +115,7 @@ def decide(
     )
     plan = entry.plan if entry is not None and not compiled else None
     if plan is None:
-        plan = compile_plan(key, launches, certificate, manifest, rules.compiler, rules.programs)
+        plan = compile_plan(key, launches, certificate, manifest, rules.compiler, programs)
     if entry is not None and entry.executable is not None:
         return _captured(entry, plan, key, table, rules, compiled)
     return _uncaptured(entry, plan, certificate, table, rules, compiled)

@@ -31,7 +31,7 @@ from typing import Any, cast
 from moe_jax.pallas_kernels.errors import InvalidArgument
 
 from .decision import Decision, Mode, Rules, decide
-from .identity import Certificate, check_resources
+from .identity import Certificate, Programs, check_resources
 from .launches import LaunchList
 from .outcome import Counters, Outcome, StoreUnusable
 from .registry import Registry
@@ -88,7 +88,7 @@ class Graphs:
         self.stream: Stream = None if runtime is None else runtime.new_stream()
         compiler = "none" if runtime is None else runtime.compiler
         self._rules = Rules(mode != "off", decode_boundary_overlap, max_bytes, compiler)
-        self._store = GraphStore(self._runtime, self._counters, max_entries, max_bytes)
+        self._store = GraphStore(self._runtime, self.stream, self._counters, max_entries, max_bytes)
         self._runner = Runner(self._runtime, self.stream, self._store, self._counters, strict=mode == "strict")
 
     def step(
@@ -119,7 +119,7 @@ class Graphs:
                 self._store.collect()
                 with self._runtime.range("moe_jax: plan"):
                     self._observe(table)
-                    decision = decide(launches, certificate, table, self._registry, self._store.entries, self._rules)
+                    decision = self._decide(launches, certificate, table, self._store.programs)
                 outcome = self._runner.run(decision, launches, certificate, table, staged, warming=self._warming)
             except StickyError as error:
                 self._die(error)
@@ -130,7 +130,7 @@ class Graphs:
     def probe(self, launches: LaunchList, certificate: Certificate, table: ResourceTable) -> Decision:
         """What `step` would do, and why; changes nothing."""
         with self._lock:
-            return decide(launches, certificate, table, self._registry, self._store.entries, self._rules)
+            return self._decide(launches, certificate, table, self._store.programs.copy())
 
     def warm(
         self,
@@ -234,6 +234,11 @@ class Graphs:
             except StickyError as error:
                 self._die(error)
                 raise
+
+    def _decide(
+        self, launches: LaunchList, certificate: Certificate, table: ResourceTable, programs: Programs
+    ) -> Decision:
+        return decide(launches, certificate, table, self._registry, self._store.entries, self._rules, programs)
 
     def _refuse_unusable(self) -> None:
         if self._unusable is not None:

@@ -89,18 +89,23 @@ class ResourceTable:
 
     def __init__(self) -> None:
         self.serial = next_serial()
-        self.version = 0
-        # Never changed once it was given out: the next mutation works on a copy.
-        self._resources: dict[str, Resource] = {}
-        self._given = False
-        # Every name that was ever bound, by the version that its last mutation made; the latest last.
+        # The version and its resources, as one value: neither is ever seen without the other, whatever interrupts a
+        # mutation. The dictionary is never changed: a mutation works on a copy.
+        self._state: tuple[int, dict[str, Resource]] = (0, {})
+        # Every name that was ever bound, by the version that its last mutation made; the latest last. Released names
+        # stay: a graph that was captured with one must hear that it is gone, however late it asks. So this is bounded
+        # by the names that the owner of the table uses at all, not by how often it binds them.
         self._moved: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
+
+    @property
+    def version(self) -> int:
+        return self._state[0]
 
     def bind(self, name: str, resource: Resource) -> None:
         """Give a new name its memory."""
         with self._lock:
-            if name in self._resources:
+            if name in self._state[1]:
                 raise InvalidArgument(
                     "name", where="ResourceTable.bind", got=f"{name!r} bound already", wanted="a new one"
                 )
@@ -131,13 +136,11 @@ class ResourceTable:
 
     def get(self, name: str) -> Resource | None:
         """What a name stands for now."""
-        return self._resources.get(name)
+        return self._state[1].get(name)
 
     def snapshot(self) -> tuple[int, Mapping[str, Resource]]:
         """The version and all resources that it goes with, which no later mutation changes. It holds their memory."""
-        with self._lock:
-            self._given = True
-            return self.version, self._resources
+        return self._state
 
     def moved(self, version: int) -> list[str]:
         """Names that were bound, replaced or released since a version of this table."""
@@ -151,15 +154,14 @@ class ResourceTable:
 
     def _set(self, name: str, resource: Resource | None) -> None:
         # In this order, so that an interrupt may come between any two lines: what has moved is always among `moved`.
-        self._moved[name] = self.version + 1
-        self._moved.move_to_end(name)
-        if self._given:
-            self._resources, self._given = self._resources.copy(), False
+        version, resources = self._state[0] + 1, self._state[1].copy()
         if resource is None:
-            del self._resources[name]
+            del resources[name]
         else:
-            self._resources[name] = resource
-        self.version += 1  # last: who sees it sees the change
+            resources[name] = resource
+        self._moved[name] = version
+        self._moved.move_to_end(name)
+        self._state = version, resources
 
     def _swap(self, where: str, name: str, resource: Resource) -> Resource:
         with self._lock:
@@ -168,7 +170,8 @@ class ResourceTable:
             return old
 
     def _bound(self, where: str, name: str) -> Resource:
-        resource = self._resources.get(name)
+        resources = self._state[1]
+        resource = resources.get(name)
         if resource is None:
-            raise InvalidArgument("name", where=where, got=repr(name), wanted=f"one of {sorted(self._resources)}")
+            raise InvalidArgument("name", where=where, got=repr(name), wanted=f"one of {sorted(resources)}")
         return resource

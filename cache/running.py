@@ -1,8 +1,11 @@
 """Carrying out what was decided: direct, capture, update or replay, and what remains when a call of CUDA fails.
 
 Kernels are loaded and addresses resolved before capture begins; inside it the collector is off and nothing but launches
-is called. An entry changes only after the launch has succeeded: executable, plan, operands, kernels and witnesses
-together. A failure before that leaves the key as if never seen.
+is called. An entry gets what is new only after the launch has succeeded: executable, plan, operands, kernels and
+witnesses together. A failure before that leaves the key as if never seen.
+
+An interrupt may come between any two lines. What is queued or was made is in the books of the store by then: claims
+before the first launch, graphs as soon as they are made, and an entry has no event while it is launched.
 """
 
 from __future__ import annotations
@@ -12,15 +15,15 @@ from typing import Any
 
 from moe_jax.pallas_kernels.errors import CudaError, InvalidArgument
 
-from .binding import Binding
+from .binding import Binding, memory
 from .decision import Decision
 from .events import EFFECTS, Event
-from .identity import Certificate, Plan, hold
+from .identity import Certificate, Held, Plan
 from .launches import LaunchList
 from .outcome import FALLBACKS, Counters, NotReplayed, Outcome, Reason, RequiredStepFailed
 from .resources import ResourceTable
 from .runtime import Captured, Executable, Runtime, StickyError, Stream, no_collection
-from .store import Entry, GraphStore
+from .store import UNRECORDED, Entry, GraphStore
 
 WHERE = "Graphs.step"
 Staged = Callable[[Stream], None]
@@ -65,6 +68,7 @@ class Runner:
             except CudaError as error:
                 self._counters.graph_error[self._call] += 1
                 self._store.forget(entry.plan.key)
+                self._store.destroy_loose()
                 detail = f"{self._call}: {error}"
                 decision = Decision("direct", Reason.GRAPH_FAILED, detail, Event.CUDA_FAILED, plan=plan)
         self._admit_direct(decision, certificate, self._strict and not warming)
@@ -107,7 +111,8 @@ class Runner:
                 if staged is None:
                     wanted = "a function that runs the step in waves"
                     raise InvalidArgument("staged", where=WHERE, got=f"None ({decision.detail})", wanted=wanted)
-                event = self._launch_direct(lambda: staged(self._stream), hold(table, launches)[0])
+                held = self._memory(launches, table)
+                event = self._launch_direct(lambda: staged(self._stream), held)
             else:
                 binding = self._bound(launches, table)
                 event = self._launch_direct(lambda: binding.run(self._runtime, self._stream), binding)
@@ -124,13 +129,23 @@ class Runner:
 
     def _launch_direct(self, launch: Callable[[], None], holds: object) -> Any:
         """Launch, and keep what is used until it is done, also where only the first launches were queued."""
+        begun = self._store.in_flight(holds)
         try:
             launch()
         except CudaError:
             self._counters.launch_error += 1
-            self.finish(holds)
             raise
-        return self.finish(holds)
+        finally:
+            event = self.finish(holds)
+            begun.event = None
+        return event
+
+    def _memory(self, launches: LaunchList, table: ResourceTable) -> Held:
+        try:
+            return memory(WHERE, launches, table)[0]
+        except InvalidArgument:
+            self._counters.prepare_error += 1
+            raise
 
     def _bound(self, launches: LaunchList, table: ResourceTable) -> Binding:
         try:
@@ -144,13 +159,15 @@ class Runner:
     def _replay(self, entry: Entry) -> Outcome:
         with self._runtime.range("moe_jax: replay"):
             self._call = "launch"
+            # That of the launch before would be done too early for this one.
+            event, entry.event = entry.event, UNRECORDED
             self._runtime.launch_graph(entry.executable, self._stream)
             self._counters.steps += 1
             self._counters.replays += 1
             outcome = entry.replayed
-            event = self._recorded(entry.event)
-        if outcome is None or outcome.event is not event:
-            outcome = entry.replayed = Outcome("replay", handle=entry.executable, event=event)
+            event = self._recorded(None if event is UNRECORDED else event)
+            if outcome is None or outcome.event is not event:
+                outcome = entry.replayed = Outcome("replay", handle=entry.executable, event=event)
             self._set_event(entry, event)
         return outcome
 
@@ -159,32 +176,29 @@ class Runner:
             self._store.make_room(plan)
             captured = self._record(binding)
             try:
-                self._call = "instantiate"
-                executable = self._runtime.instantiate(captured)
+                executable = self._instantiated(captured, binding)
             finally:
                 self._store.destroy(captured)
-            self._launch_new(executable)
+            self._upload_and_launch(executable)
         self._counters.steps += 1
         self._counters.captures += 1
         return self._commit(entry, plan, binding, executable, Outcome("capture", handle=executable))
 
     def _update(self, entry: Entry, plan: Plan, binding: Binding, decision: Decision) -> Outcome:
         with self._runtime.range("moe_jax: update"):
-            executable = entry.executable
+            event, held = entry.event, entry.binding
             captured = self._record(binding)
             try:
+                old = executable = self._store.take(entry, binding)
                 self._call = "update"
                 if not self._runtime.update(executable, captured):
-                    self._call = "instantiate"
-                    executable = self._runtime.instantiate(captured)
+                    executable = self._instantiated(captured, binding)
             finally:
                 self._store.destroy(captured)
-            if executable is entry.executable:
-                self._upload_and_launch(executable)
-            else:
-                self._launch_new(executable)
+            self._upload_and_launch(executable)
+            if executable is not old:
                 self._counters.reinstantiations += 1
-                self._store.release(entry)
+                self._store.destroy(old, event, held)
         self._counters.steps += 1
         self._counters.updates += 1
         outcome = Outcome("update", None, decision.detail, decision.mismatch, executable)
@@ -192,24 +206,22 @@ class Runner:
 
     def _record(self, binding: Binding) -> Captured:
         with no_collection():
-            self._call = "begin"
-            capture = self._runtime.begin_capture(self._stream)
-            self._call = "record"
+            capture = None
             try:
+                self._call = "begin"
+                capture = self._runtime.begin_capture(self._stream)
+                self._call = "record"
                 binding.run(self._runtime, capture)
+                self._call = "end"
+                return self._store.own(self._runtime.end_capture(capture))
             except BaseException:
-                self._runtime.abandon_capture(capture)
+                if capture is not None:
+                    self._runtime.abandon_capture(capture)
                 raise
-            self._call = "end"
-            return self._runtime.end_capture(capture)
 
-    def _launch_new(self, executable: Executable) -> None:
-        try:
-            self._upload_and_launch(executable)
-        except CudaError:
-            # Never launched, but its upload may be under way.
-            self._store.destroy(executable, self._recorded(None))
-            raise
+    def _instantiated(self, captured: Captured, binding: Binding) -> Executable:
+        self._call = "instantiate"
+        return self._store.own(self._runtime.instantiate(captured), UNRECORDED, binding)
 
     def _upload_and_launch(self, executable: Executable) -> None:
         self._call = "upload"
@@ -218,8 +230,8 @@ class Runner:
         self._runtime.launch_graph(executable, self._stream)
 
     def _commit(self, entry: Entry, plan: Plan, binding: Binding, executable: Executable, outcome: Outcome) -> Outcome:
-        entry.plan, entry.binding, entry.executable, entry.replayed = plan, binding, executable, None
-        event = self._recorded(entry.event)
+        self._store.keep(entry, plan, binding, executable)
+        event = self._recorded(None)
         self._set_event(entry, event)
         return Outcome(outcome.kind, None, outcome.detail, outcome.mismatch, executable, event)
 
@@ -235,7 +247,7 @@ class Runner:
         """An event behind what was queued, until which ``holds`` is kept; None where it had to be waited for."""
         event = self._recorded(None)
         if event is not None:
-            self._store.in_flight(event, holds)
+            self._store.in_flight(holds, event)
         return event
 
     def _recorded(self, event: Any) -> Any:

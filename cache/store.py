@@ -1,7 +1,11 @@
 """Captured graphs by plan key: what each holds, their bounds, and the order in which they go.
 
 A graph is destroyed only after the completion event of its last launch, never while a capture is open, and the capsules
-of its memory are dropped after it. Device memory of a graph is an estimate (CUDA does not tell): `estimated_bytes`.
+of its memory are dropped after it. Whatever was made on the device or is queued there stands in a book from first to
+last, so that an interrupt between two lines loses none of it; `UNRECORDED` stands for an event that is not there yet:
+the end of the stream is waited for in its place. (What a call has made and not returned yet is out of reach.)
+
+Device memory of a graph is an estimate (CUDA does not tell): `estimated_bytes`.
 """
 
 from __future__ import annotations
@@ -15,15 +19,17 @@ from moe_jax.pallas_kernels.errors import CudaError, InvalidArgument
 
 from .binding import Binding, Bindings
 from .events import Event
-from .identity import Fingerprint, Held, Mismatch, Plan, PlanKey
+from .identity import Fingerprint, Held, Mismatch, Plan, PlanKey, Programs
 from .launches import LaunchList
 from .outcome import Counters, Outcome
-from .runtime import Runtime, StickyError
+from .runtime import Runtime, StickyError, Stream
 
 GRAPH_BYTES = 64 << 10
 NODE_BYTES = 2 << 10
 # Plans without a graph (prompts, first calls) are small; so many of them are kept for each graph.
 PLANS_PER_GRAPH = 4
+# In place of the event of work that may have been queued, and has none yet.
+UNRECORDED: Any = object()
 
 
 def estimated_bytes(launches: LaunchList) -> int:
@@ -37,7 +43,7 @@ class Entry:
     Attributes:
         plan, binding: what a direct step launched, or the executable holds. Swapped together, after a launch succeeded.
         executable: None before capture.
-        event: of the executable's last launch.
+        event: of the executable's last launch; `UNRECORDED` from before a launch until its event is there.
         lost: what destroyed the executable between two calls, and the difference, until the next call has heard of it.
         replayed: the outcome of every replay.
     """
@@ -65,18 +71,29 @@ class Entry:
         return 0 if self.executable is None else estimated_bytes(self.plan.launches)
 
 
+class Flight:
+    """What a direct step uses until its event is done; None: it is."""
+
+    __slots__ = ("event", "holds")
+
+    def __init__(self, event: Any, holds: object):
+        self.event, self.holds = event, holds
+
+
 class GraphStore:
     """Entries, the least recently used first, within bounds. Not thread-safe: its owner locks.
 
     Args:
+        stream: on which everything is launched.
         max_entries: executables at most.
         max_bytes: estimated, of all executables.
 
     Attributes:
         bindings: of the launch lists that were run last. They hold no memory.
+        programs: that plans were made of.
     """
 
-    def __init__(self, runtime: Runtime, counters: Counters, max_entries: int, max_bytes: int):
+    def __init__(self, runtime: Runtime, stream: Stream, counters: Counters, max_entries: int, max_bytes: int):
         where = "Graphs"
         if max_entries < 1:
             raise InvalidArgument("max_entries", where=where, got=max_entries, wanted="at least 1")
@@ -85,10 +102,13 @@ class GraphStore:
         self.max_entries, self.max_bytes = max_entries, max_bytes
         self.entries: OrderedDict[PlanKey, Entry] = OrderedDict()
         self.bindings = Bindings(runtime, PLANS_PER_GRAPH * max_entries)
+        self.programs: Programs = {}
         self._newest: Entry | None = None
-        self._runtime, self._counters = runtime, counters
-        self._direct: deque[tuple[Any, object]] = deque()
-        self._undestroyed: list[tuple[Any, Any, object]] = []
+        self._runtime, self._stream, self._counters = runtime, stream, counters
+        self._direct: deque[Flight] = deque()
+        # Graphs that are no entry's: the event to wait for before they are destroyed, and what they hold. One that
+        # passes to an entry or from it is in both books for a moment, and is the entry's.
+        self._loose: dict[Any, tuple[Any, object]] = {}
 
     @property
     def captured(self) -> list[Entry]:
@@ -103,7 +123,7 @@ class GraphStore:
     @property
     def undestroyed(self) -> int:
         """Graphs that CUDA did not take back yet."""
-        return len(self._undestroyed)
+        return len(self._loose)
 
     def add(self, plan: Plan) -> Entry:
         """A new entry, the most recently used; the oldest go where there are too many."""
@@ -126,11 +146,15 @@ class GraphStore:
 
     def forget(self, key: PlanKey) -> None:
         """Drop an entry and whatever it holds."""
-        entry = self.entries.pop(key, None)
-        if entry is not None:
+        entry = self.entries.get(key)
+        if entry is None:
+            return
+        try:
+            self.release(entry)
+        finally:
             if entry is self._newest:
                 self._newest = None
-            self.release(entry)
+            self.entries.pop(key, None)
 
     def sweep(self, current: Callable[[PlanKey], bool]) -> None:
         """Drop entries whose generation is over."""
@@ -141,50 +165,87 @@ class GraphStore:
     def release(self, entry: Entry) -> None:
         """Destroy an entry's executable, if it has one, when its last launch is done; then let go of its memory."""
         executable, event, binding = entry.executable, entry.event, entry.binding
+        if executable is not None:
+            self._loose[executable] = event, binding
         entry.executable = entry.event = entry.binding = entry.replayed = None
         if executable is not None:
             self.destroy(executable, event, binding)
+
+    def own(self, graph: Any, event: Any = None, holds: object = None) -> Any:
+        """Put a graph that was made in the books, until `destroy` or `keep`; returns it."""
+        self._loose[graph] = event, holds
+        return graph
+
+    def take(self, entry: Entry, holds: object) -> Any:
+        """Take from an entry the executable that is about to be changed, until `keep`; returns it. If the change does
+        not come to its end, nothing is left that replays it.
+        """
+        executable = self.own(entry.executable, UNRECORDED, (entry.binding, holds))
+        entry.executable = entry.event = entry.binding = entry.replayed = None
+        return executable
+
+    def keep(self, entry: Entry, plan: Plan, binding: Binding, executable: Any) -> None:
+        """Give an entry the executable that was launched, whose event is still to come."""
+        entry.event, entry.replayed = UNRECORDED, None
+        entry.plan, entry.binding, entry.executable = plan, binding, executable
+        del self._loose[executable]
 
     def destroy(self, graph: Any, event: Any = None, holds: object = None) -> None:
         """Wait for an event and give a graph back. One that is not taken is kept, with all it holds, for the next try;
         errors other than those of CUDA pass.
         """
+        self._loose[graph] = event, holds
         try:
-            if event is not None and not self._runtime.event_done(event):
+            if not self._done(event):
                 self._runtime.wait(event)
+            del self._loose[graph]
             self._runtime.destroy(graph)
         except StickyError:
+            self._loose.pop(graph, None)
             raise
         except CudaError:
+            self._loose[graph] = event, holds
             self._counters.destroy_errors += 1
-            self._undestroyed.append((graph, event, holds))
         except BaseException:
-            self._undestroyed.append((graph, event, holds))
+            self._loose[graph] = event, holds
             raise
 
-    def in_flight(self, event: Any, holds: object) -> None:
-        """Keep what a direct step uses until its event is done."""
-        self._direct.append((event, holds))
+    def destroy_loose(self) -> None:
+        """Give back every graph that is no entry's."""
+        if not self._loose:
+            return
+        kept = {entry.executable for entry in self.entries.values()}
+        for graph, (event, holds) in list(self._loose.items()):
+            if graph in kept:
+                del self._loose[graph]
+            else:
+                self.destroy(graph, event, holds)
+
+    def in_flight(self, holds: object, event: Any = UNRECORDED) -> Flight:
+        """Keep what a direct step uses until its event is done. Called before its first launch, and with the event."""
+        flight = Flight(event, holds)
+        self._direct.append(flight)
+        return flight
 
     def collect(self) -> None:
-        """Let go of what finished direct steps used, and try again what was not destroyed."""
+        """Let go of what finished direct steps used, and destroy what was not."""
         try:
-            while self._direct and self._runtime.event_done(self._direct[0][0]):
+            while self._direct and self._done(self._direct[0].event):
                 self._direct.popleft()
         except StickyError:
             raise
         except CudaError:
             pass  # not known to be done: asked again at the next step
-        for _ in range(len(self._undestroyed)):
-            self.destroy(*self._undestroyed.pop(0))
+        self.destroy_loose()
 
     def drain(self) -> None:
         """Wait for everything in flight."""
-        for event, _ in self._direct:
-            self._runtime.wait(event)
+        for flight in self._direct:
+            if not self._done(flight.event):
+                self._runtime.wait(flight.event)
         self._direct.clear()
         for entry in self.entries.values():
-            if entry.event is not None:
+            if not self._done(entry.event):
                 self._runtime.wait(entry.event)
 
     def clear(self) -> None:
@@ -210,7 +271,15 @@ class GraphStore:
         """Forget everything and ask the device nothing: a lost context takes nothing back."""
         self.entries.clear()
         self.bindings.clear()
+        self.programs.clear()
         self._newest = None
+
+    def _done(self, event: Any) -> bool:
+        """Whether an event is done. There is nothing to ask of one that is not there: then the stream is waited for."""
+        if event is UNRECORDED:
+            self._runtime.synchronize(self._stream)
+            return True
+        return event is None or self._runtime.event_done(event)
 
     def _evict(self, key: PlanKey) -> None:
         if self.entries[key].executable is not None:

@@ -106,7 +106,17 @@ def test_of_programs_only_so_many_are_remembered(monkeypatch):
     world = World()
     for rows in (1, 2, 4, 1):
         world.step(rows)
-        assert len(world.graphs._rules.programs) <= 2
+        assert len(world.graphs._store.programs) <= 2
+
+
+def test_rules_are_values_and_a_probe_remembers_nothing():
+    world = World()
+    world.warm(2)
+    hash(world.graphs._rules)
+    programs = dict(world.graphs._store.programs)
+    world.add_bucket(4)
+    assert world.graphs.probe(equal_list(4), world.certificate(4, 4), world.table).kind == "direct"
+    assert world.graphs._store.programs == programs and len(programs) == 1
 
 
 @pytest.mark.parametrize("mode", ["off", "simulate"])

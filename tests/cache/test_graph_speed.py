@@ -8,18 +8,21 @@ import time
 import numpy as np
 from toy_step import kernel
 
+from moe_jax.cache.binding import Bindings
 from moe_jax.cache.graphs import Graphs
 from moe_jax.cache.identity import Bank, Certificate, Group, Manifest
 from moe_jax.cache.launches import Launch, LaunchList, Operand, dense
+from moe_jax.cache.outcome import Reason
 from moe_jax.cache.registry import Registry
 from moe_jax.cache.resources import Resource, ResourceTable, next_serial
 from moe_jax.cache.simulated import SimulatedRuntime
 
 LAYERS, PER_LAYER = 48, 10
 WANTED_MICROSECONDS = 10
-# Other processes may share the machine.
+# The best of many averages is compared, but other processes may share the machine all the time.
 ALLOWED = 5 * WANTED_MICROSECONDS
-ALLOWED_DIRECT = 1000
+# Of a direct step: so many times what its empty launches take in this run, and what a step takes besides.
+ALLOWED_LAUNCHES, ALLOWED_BESIDES = 3, 2 * ALLOWED
 
 
 def touch(a, b, c, d, e, f):
@@ -93,6 +96,9 @@ def test_lookup_and_checks_of_a_replay(capsys):
     off = Graphs(runtime, registry, mode="off")
     runtime.launch = lambda kernel, addresses, on: None
     direct = best(lambda: off.step(launches, certificate, table), calls=20)
+    assert off.last.reason is Reason.OFF
+    binding = Bindings(runtime, 1).bound("test", launches, table)
+    empty = best(lambda: binding.run(runtime, off.stream), calls=20)
     del runtime.launch
 
     table.replace("0.0", table.get("0.0"))  # moved, and found to be the same
@@ -103,7 +109,8 @@ def test_lookup_and_checks_of_a_replay(capsys):
         print(
             f"\n{len(launches.launches)} launches, {len(launches.buffers)} buffers, {LAYERS} groups: lookup and checks "
             f"{checks:.1f} µs, a replay without its device calls {step:.1f} µs, after a table moved {moved:.0f} µs, "
-            f"a direct step of empty launches {direct:.0f} µs, "
+            f"a direct step of empty launches {direct:.0f} µs (they alone {empty:.0f} µs), "
             f"the two warm-up calls {warm * 1e3:.0f} ms"
         )
-    assert checks <= ALLOWED and step <= 2 * ALLOWED and direct <= ALLOWED_DIRECT
+    assert checks <= ALLOWED and step <= 2 * ALLOWED
+    assert direct <= ALLOWED_LAUNCHES * empty + ALLOWED_BESIDES

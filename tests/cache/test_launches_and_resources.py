@@ -144,40 +144,51 @@ class Interrupted(BaseException):
     pass
 
 
-@pytest.mark.parametrize("line", range(1, 9))
-def test_an_interrupt_within_a_mutation_hides_no_other_one(line):
-    """At any line of it: what has moved since a version is among the names that the table gives."""
-    table = ResourceTable()
+MUTATIONS = {
+    "bind": lambda table: table.bind("d", resource()),
+    "replace": lambda table: table.replace("a", resource()),
+    "grow": lambda table: table.grow("a", resource()),
+    "release": lambda table: table.release("a"),
+}
+
+
+@pytest.mark.parametrize("line", range(1, 16))
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_an_interrupt_within_a_mutation_leaves_the_old_state_or_the_new_one(mutation, line):
+    """At any line of it: memory and version move together, and what has moved is among the names that it gives."""
+    table, lines = ResourceTable(), []
     for name in "abc":
         table.bind(name, resource())
     version = table.version
     table.replace("a", resource())
-    table.snapshot()
-    lines = 0
+    before, held = table.snapshot()
+    copy = dict(held)
 
     def trace(frame, event, _):
-        nonlocal lines
-        if frame.f_code.co_name != "_set":
+        if frame.f_code.co_name not in ("_set", "_swap", mutation):
             return trace if event == "call" else None
-        lines += event == "line"
-        if event == "line" and lines == line:
-            raise Interrupted
+        # Each once: a `with` is come to again at its end, where Python lets no interrupt in.
+        if event == "line" and frame.f_lineno not in lines:
+            lines.append(frame.f_lineno)
+            if len(lines) == line:
+                raise Interrupted
         return trace
 
-    before, tracer = table.get("a"), sys.gettrace()
+    tracer = sys.gettrace()
     sys.settrace(trace)
     try:
-        table.replace("a", resource())
+        MUTATIONS[mutation](table)
     except Interrupted:
         pass
     finally:
         sys.settrace(tracer)
+    seen, present = table.snapshot()
+    assert (seen == before) == (present == copy) and held == copy
+    if seen != before:
+        assert seen == before + 1 and table.moved(before) == ["d" if mutation == "bind" else "a"]
     assert "a" in table.moved(version)
-    seen = table.version
     table.replace("b", resource())
-    assert {"a", "b"} <= set(table.moved(version)) and "b" in table.moved(seen)
-    if table.get("a") is not before and seen == version + 1:
-        assert "a" in table.moved(seen), "changed, but its version was not there yet"
+    assert "a" in table.moved(version) and "b" in table.moved(seen) and table.version == seen + 1
 
 
 def test_later_mutations_change_no_snapshot():

@@ -1,0 +1,265 @@
+"""A step that is interrupted, or stopped by an error that is not of CUDA.
+
+What is queued keeps its memory, what was made is destroyed, and later steps are right.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from toy_step import World, manifest, step_launches
+
+from moe_jax.cache.outcome import Reason
+from moe_jax.cache.running import Runner
+from moe_jax.cache.store import GraphStore
+from moe_jax.errors import InvalidArgument
+from moe_jax.pallas_kernels.errors import CudaError
+
+ROWS = 2
+
+
+class Interrupted(BaseException):
+    pass
+
+
+def interrupted(function: Any, line: int, call: Callable[[], object]) -> None:
+    """Make a call, and interrupt it before it first runs a line of a function, by its number there."""
+    code, found = function.__code__, False
+    at = code.co_firstlineno + line
+
+    def trace(frame, event, _):
+        nonlocal found
+        if frame.f_code is not code:
+            return None
+        if event == "line" and frame.f_lineno == at and not found:
+            found = True
+            raise Interrupted
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupted:
+        pass
+    finally:
+        sys.settrace(before)
+
+
+def queue(world: World, launches) -> None:
+    """One step that is left in flight."""
+    world.graphs.step(launches, world.certificate(ROWS, ROWS), world.table, staged=world.staged(launches))
+
+
+def let_go(world: World) -> None:
+    """The table and the collector free what nobody claims; a launch that is in flight finds poison there if so."""
+    for name in list(world.oracle.arrays):
+        if world.table.get(name) is not None:
+            world.table.release(name)
+    gc.collect()
+
+
+def watch_memory(world: World, monkeypatch) -> None:
+    """Work that runs finds its memory still there."""
+    real = type(world.runtime)._execute
+
+    def execute(self, node) -> None:
+        for address in node.addresses:
+            assert any(a <= address < a + size for a, size in self.space.sizes.items()), "freed in flight"
+        real(self, node)
+
+    monkeypatch.setattr(type(world.runtime), "_execute", execute)
+
+
+def lines(*functions: Any) -> list[tuple[Any, int]]:
+    """Every line that runs."""
+    found = []
+    for function in functions:
+        code = function.__code__
+        numbers = {number - code.co_firstlineno for *_, number in code.co_lines() if number}
+        found += [(function, number) for number in sorted(numbers - {0})]
+    return found
+
+
+def named(value: Any) -> str:
+    return getattr(value, "__qualname__", str(value))
+
+
+NEW = lines(
+    *(Runner._instantiated, Runner._upload_and_launch, Runner._commit, Runner._recorded, Runner._set_event),
+    *(GraphStore.keep, GraphStore.destroy),
+)
+PLACES = {
+    "direct": lines(Runner._direct, Runner._launch_direct, Runner.finish, Runner._recorded),
+    "staged": lines(Runner._direct, Runner._launch_direct, Runner.finish),
+    "capture": lines(Runner._capture, Runner._record) + NEW,
+    "update": lines(Runner._update, GraphStore.take) + NEW,
+    "update anew": lines(Runner._update, Runner._instantiated, GraphStore.destroy),
+    "replay": lines(Runner._replay, Runner._recorded, Runner._set_event),
+}
+CASES = [(kind, *place) for kind, places in PLACES.items() for place in places]
+
+
+def world_before(kind: str, monkeypatch) -> tuple[World, Any]:
+    """One whose next step, of these launches, is of a kind. Before an update or a replay another is in flight."""
+    mode = "off" if kind == "direct" else "simulate"
+    world = World(mode=mode, layers=1, accept=False, decode_boundary_overlap=True)
+    world.registry.accept(manifest(layers=1, staged=kind == "staged"))
+    whole = step_launches(ROWS, layers=1)
+    if kind == "capture":
+        world.step(ROWS, launches=whole)
+    elif kind in ("update", "update anew", "replay"):
+        world.warm(ROWS, launches=whole)
+    world.inputs(ROWS, ROWS)
+    if kind in ("update", "update anew", "replay"):
+        queue(world, whole)
+    if kind == "update anew":
+        monkeypatch.setattr(world.runtime, "update", lambda executable, captured: False)
+    return world, step_launches(ROWS, layers=1, extent=64) if kind.startswith("update") else whole
+
+
+@pytest.mark.parametrize(("kind", "function", "line"), CASES, ids=named)
+def test_what_is_queued_keeps_its_memory_whichever_line_is_interrupted(kind, function, line, monkeypatch):
+    world, launches = world_before(kind, monkeypatch)
+    watch_memory(world, monkeypatch)
+    interrupted(function, line, lambda: queue(world, launches))
+    let_go(world)
+    world.graphs.sweep(world.table)
+    world.graphs.drain()
+    world.graphs.close()
+    gc.collect()
+    assert not world.runtime.executables and not world.runtime.graphs
+    assert world.graphs.stats()["undestroyed"] == 0 and not world.runtime.space.sizes
+
+
+@pytest.mark.parametrize(("kind", "function", "line"), [c for c in CASES if c[0] != "direct"], ids=named)
+def test_later_steps_are_right_whichever_line_is_interrupted(kind, function, line, monkeypatch):
+    world, launches = world_before(kind, monkeypatch)
+    interrupted(function, line, lambda: queue(world, launches))
+    world.graphs.drain()
+    # How much of the step has run is not known: the state begins anew.
+    for name in world.oracle.arrays:
+        world.oracle.arrays[name][...] = world.read(name)
+    whole = step_launches(ROWS, layers=1)
+    for each in (whole, launches, launches, whole):
+        world.step(ROWS, launches=each)
+    world.nothing_leaked()
+    assert world.graphs.stats()["undestroyed"] == 0
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_host_staged_step_that_stops_after_launches_keeps_their_memory(error, monkeypatch):
+    world, launches = world_before("staged", monkeypatch)
+    watch_memory(world, monkeypatch)
+    begun = world.staged(launches)
+
+    def staged(stream) -> None:
+        begun(stream)
+        raise error
+
+    with pytest.raises(error):
+        world.graphs.step(launches, world.certificate(ROWS, ROWS), world.table, staged=staged)
+    assert world.graphs.stats()["launch_error"] == 0
+    let_go(world)
+    world.runtime.progress(world.graphs.stream)
+    world.graphs.close()
+    assert not world.runtime.space.sizes
+
+
+def test_a_direct_step_interrupted_after_two_launches_keeps_their_memory(monkeypatch):
+    world, launches = world_before("direct", monkeypatch)
+    watch_memory(world, monkeypatch)
+    real, count = world.runtime.launch, 0
+
+    def launch(*arguments) -> None:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    monkeypatch.setattr(world.runtime, "launch", launch)
+    with pytest.raises(KeyboardInterrupt):
+        queue(world, launches)
+    let_go(world)
+    world.runtime.progress(world.graphs.stream)
+    world.graphs.close()
+    assert not world.runtime.space.sizes
+
+
+@pytest.mark.parametrize("call", ["upload", "launch_graph", "record_event", "destroy"])
+def test_an_executable_is_in_the_books_before_its_first_launch(call, monkeypatch):
+    world, launches = world_before("capture", monkeypatch)
+
+    def stop(*_) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(world.runtime, call, stop)
+    with pytest.raises(KeyboardInterrupt):
+        queue(world, launches)
+    monkeypatch.undo()
+    world.graphs.close()
+    assert not world.runtime.executables and not world.runtime.graphs
+
+
+def test_a_replay_whose_event_is_not_recorded_is_waited_for_before_it_is_destroyed(monkeypatch):
+    world, launches = world_before("replay", monkeypatch)
+    world.graphs.drain()
+
+    def stop(*_) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(world.runtime, "record_event", stop)
+    with pytest.raises(KeyboardInterrupt):
+        queue(world, launches)
+    monkeypatch.undo()
+    refused = world.graphs.stats()["destroy_errors"]
+    world.table.release("down.0")
+    world.graphs.sweep(world.table)
+    assert world.graphs.stats()["destroy_errors"] == refused and not world.runtime.executables
+
+
+def test_a_host_staged_step_without_its_memory_is_refused_before_it_begins(monkeypatch):
+    world, launches = world_before("staged", monkeypatch)
+    kept = world.table.release("x/2")
+    called = []
+    arguments = launches, world.certificate(ROWS, ROWS), world.table
+    with pytest.raises(InvalidArgument, match=r"memory of 'x/2': got none"):
+        world.graphs.step(*arguments, staged=called.append)
+    other = world.table.get("router.0")
+    world.table.bind("x/2", other)
+    with pytest.raises(InvalidArgument, match="layout of 'x/2'"):
+        world.graphs.step(*arguments, staged=called.append)
+    assert not called and world.counts_add_up()["prepare_error"] == 2
+    world.table.replace("x/2", kept)
+    assert world.graphs.step(*arguments, staged=world.staged(launches)).reason is Reason.HOST_STAGED
+
+
+def test_a_step_of_the_staged_function_does_not_end_the_claim_of_its_own(monkeypatch):
+    world, launches = world_before("staged", monkeypatch)
+    watch_memory(world, monkeypatch)
+    begun = world.staged(launches)
+
+    def staged(stream) -> None:
+        queue(world, launches)
+        begun(stream)
+
+    world.graphs.step(launches, world.certificate(ROWS, ROWS), world.table, staged=staged)
+    let_go(world)
+    world.runtime.progress(world.graphs.stream)
+
+
+def test_only_an_error_of_cuda_counts_as_one(monkeypatch):
+    world, launches = world_before("staged", monkeypatch)
+    for error, count in ((ValueError("x"), 0), (CudaError("copy", where="staged", got="x", wanted="y"), 1)):
+
+        def staged(stream, error=error) -> None:
+            raise error
+
+        with pytest.raises(type(error)):
+            world.graphs.step(launches, world.certificate(ROWS, ROWS), world.table, staged=staged)
+        assert world.graphs.stats()["launch_error"] == count
