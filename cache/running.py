@@ -129,16 +129,15 @@ class Runner:
 
     def _launch_direct(self, launch: Callable[[], None], holds: object) -> Any:
         """Launch, and keep what is used until it is done, also where only the first launches were queued."""
-        begun = self._store.in_flight(holds)
+        flight = self._store.in_flight(holds)
         try:
             launch()
         except CudaError:
             self._counters.launch_error += 1
             raise
         finally:
-            event = self.finish(holds)
-            begun.event = None
-        return event
+            flight.event = self._recorded(None)
+        return flight.event
 
     def _memory(self, launches: LaunchList, table: ResourceTable) -> Held:
         try:
