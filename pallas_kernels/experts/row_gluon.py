@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import heuristics
-from .triton import _activate
+from .triton import _activate, gate_lines
 
 PAIRS = tl.constexpr(heuristics.PAIRS)
 M = tl.constexpr(16 * heuristics.PAIRS)
@@ -30,7 +30,9 @@ THERE = tl.constexpr(1)
 
 # Triton 3.9 has renamed it.
 copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+# What both kernels compute alike is written once.
 activate = gluon.jit(_activate.fn)
+lines_of_tile = gluon.jit(gate_lines.fn)
 
 
 @gluon.jit
@@ -51,21 +53,6 @@ def _before(added, thread):
 def _count(STEPS: gl.constexpr):
     """STEPS, which the compiler does not know: some write a short loop out, and run out of registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(STEPS)], gl.int32, True, 1)
-
-
-@gluon.jit
-def _gate_lines(line, tile, INNER: gl.constexpr, GATED: gl.constexpr, HALVES: gl.constexpr, LINES: gl.constexpr):
-    """Rows of a gate-up matrix for the lines of a tile, and whether they are in it. LINES of them are."""
-    if GATED:
-        # Gate rows and up rows by eights: a matrix unit's thread then holds both of a pair.
-        local = (line // 16) * 8 + line % 8
-        unit = tile * (LINES // 2) + local
-        is_up = (line // 8) % 2
-        at = is_up * INNER + unit if HALVES else 2 * unit + is_up
-        return at, (unit < INNER) & (local < LINES // 2)
-    else:
-        at = tile * LINES + line
-        return at, (at < INNER) & (line < LINES)
 
 
 @gluon.jit
@@ -97,7 +84,7 @@ def _hand_over(
     """Activated sums of a gate-up tile, in column 0, to the words of pair ``block``."""
     if BIAS:
         line = gl.arange(0, M, gl.SliceLayout(1, total.type.layout))
-        at, inside = _gate_lines(line, tile, INNER, GATED, HALVES, LINES)
+        at, inside = lines_of_tile(line, tile, INNER, GATED, HALVES, LINES)
         total += gl.load(bias_ptr + at, mask=inside, other=0.0).to(gl.float32)[:, None]
     if GATED:
         gate, up = total.reshape([M // 16, 2, 8, PAIRS]).permute((0, 2, 3, 1)).split()
@@ -225,7 +212,7 @@ def expert_ffn_row(
         tile = item % TILES_OF_PAIR
         stack_row = gl.max(gl.where(rank == block, chosen, -1), 0)
         if stack_row >= 0:
-            at, inside = _gate_lines(line, tile, INNER, GATED, HALVES, GATE_LINES)
+            at, inside = lines_of_tile(line, tile, INNER, GATED, HALVES, GATE_LINES)
             gate_at = gate_up_ptr + stack_row.to(gl.int64) * (ROWS * HIDDEN) + (at * HIDDEN)[:, None] + k[None, :]
             for i in gl.static_range(FLYING):
                 copy(ring.index(i), gate_at + i * K, mask=inside[:, None])

@@ -89,6 +89,21 @@ def _tile(
 
 
 @triton.jit
+def gate_lines(line, tile, INNER: tl.constexpr, GATED: tl.constexpr, HALVES: tl.constexpr, LINES: tl.constexpr):
+    """Rows of a gate-up matrix for the lines of a tile, and whether they are in it: LINES of them are."""
+    if GATED:
+        # Gate rows and up rows by eights: a matrix unit's thread then holds both of a pair.
+        local = (line // 16) * 8 + line % 8
+        unit = tile * (LINES // 2) + local
+        is_up = (line // 8) % 2
+        at = is_up * INNER + unit if HALVES else 2 * unit + is_up
+        return at, (unit < INNER) & (local < LINES // 2)
+    else:
+        at = tile * LINES + line
+        return at, (at < INNER) & (line < LINES)
+
+
+@triton.jit
 def gate_up_tile(
     x_ptr,
     gate_up_ptr,
@@ -118,17 +133,7 @@ def gate_up_tile(
     The matrix unit takes BLOCK_M of them; what is over is not read.
     """
     ROWS: tl.constexpr = 2 * INNER if GATED else INNER
-    lane = tl.arange(0, BLOCK_M)
-    if GATED:
-        # Gate rows and up rows by eights: a matrix unit's thread then holds both of a pair.
-        local = (lane // 16) * 8 + lane % 8
-        unit = tile * (LINES // 2) + local
-        is_up = (lane // 8) % 2
-        at = is_up * INNER + unit if HALVES else 2 * unit + is_up
-        inside = (unit < INNER) & (local < LINES // 2)
-    else:
-        at = tile * LINES + lane
-        inside = (at < INNER) & (lane < LINES)
+    at, inside = gate_lines(tl.arange(0, BLOCK_M), tile, INNER, GATED, HALVES, LINES)
     total = _tile(
         gate_up_ptr + stack_row * (ROWS * HIDDEN), at, inside, x_ptr, token, live, 0, HIDDEN, HIDDEN,
         BLOCK_M, BLOCK_N, BLOCK_K, LINES == BLOCK_M and ROWS % BLOCK_M == 0,

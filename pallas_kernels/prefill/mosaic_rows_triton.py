@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .plan_triton import owners
+
 
 @triton.jit
 def _table(
@@ -35,9 +37,7 @@ def _table(
     tl.store(used_ptr, tl.sum(count, 0))
     for start in range(0, BLOCKS, BLOCKS_AT_ONCE):
         block = start + tl.arange(0, BLOCKS_AT_ONCE)
-        # Experts whose blocks end at or before a block, counted: no block is compared with every expert.
-        ends = tl.maximum(last - start, 0)
-        owner = tl.cumsum(tl.histogram(ends, BLOCKS_AT_ONCE, mask=ends < BLOCKS_AT_ONCE), 0)
+        owner = owners(last, start, BLOCKS_AT_ONCE)
         inside = (block < BLOCKS) & (owner < EXPERTS_POW2)
         owner = tl.minimum(owner, EXPERTS_POW2 - 1)
         line = blocks_ptr + block * 5

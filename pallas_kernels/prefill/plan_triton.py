@@ -68,6 +68,24 @@ def _within(mine, exists, base, EXPERTS_POW2: tl.constexpr, CHUNK: tl.constexpr,
 
 
 @triton.jit
+def owners(last, start, AT_ONCE: tl.constexpr):
+    """Of AT_ONCE blocks from ``start`` on, the experts that own them; blocks after all of them get E'.
+
+    That is the number of experts whose blocks end at or before a block. These are counted, so that no block is
+    compared with every expert; in at least as many bins as a warp has threads.
+
+    Args:
+        last: ``[E']``, the block after each expert's last.
+    """
+    BINS: tl.constexpr = AT_ONCE if AT_ONCE >= 32 else 32
+    ends = tl.maximum(last - start, 0)
+    owner = tl.cumsum(tl.histogram(ends, BINS, mask=ends < BINS), 0)
+    if BINS > AT_ONCE:
+        owner = tl.gather(owner, tl.arange(0, AT_ONCE), 0)
+    return owner
+
+
+@triton.jit
 def _pad(
     totals,
     first,
@@ -88,15 +106,8 @@ def _pad(
     Args:
         totals, first, last: ``[E']``, an expert's pairs, its first block and the one after its last.
     """
-    at = tl.arange(0, AT_ONCE)
-    block = start + at
-    # A block's owner is the number of experts whose blocks end at or before it. These are counted, so that no block is
-    # compared with every expert; in at least as many bins as a warp has threads.
-    BINS: tl.constexpr = AT_ONCE if AT_ONCE >= 32 else 32
-    ends = tl.maximum(last - start, 0)
-    owner = tl.cumsum(tl.histogram(ends, BINS, mask=ends < BINS), 0)
-    if BINS > AT_ONCE:
-        owner = tl.gather(owner, at, 0)
+    block = start + tl.arange(0, AT_ONCE)
+    owner = owners(last, start, AT_ONCE)
     filled = owner < EXPERTS
     owner = tl.where(filled, owner, 0)
     live = tl.where(filled, tl.gather(first * BLOCK + totals, owner, 0) - block * BLOCK, 0)

@@ -65,16 +65,17 @@ def _kernel(device: _Device, text: str) -> Callable[..., None]:
     """The kernel as a plain function: what the module imports is the stand-in's."""
     jit = SimpleNamespace(jit=lambda function: function)
     nodes = ast.parse((FOLDER / "triton.py").read_text()).body
-    activate = _executed(
-        [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "_activate"],
+    shared = ("_activate", "gate_lines")
+    written_once = _executed(
+        [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in shared],
         {"tl": _triton_language(), "triton": jit},
-    )["_activate"]
+    )
     names = {
         "gl": _gluon_language(device),
         "tl": _triton_language(),
         "gluon": jit,
         "heuristics": heuristics,
-        "_activate": SimpleNamespace(fn=activate),
+        **{name: SimpleNamespace(fn=written_once[name]) for name in shared},
         "async_copy": SimpleNamespace(
             async_load=device.copy, commit_group=device.commit_group, wait_group=device.wait_group
         ),
