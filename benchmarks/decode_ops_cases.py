@@ -169,7 +169,8 @@ def _attentions() -> Iterator[Case]:
 
             for variant, schedule, pdl in (
                 *(("", base, True), ("no pdl", base, False)),
-                *((f"runs of {n}", dataclasses.replace(base, run=n, runs=16 // n), True) for n in runs),
+                *((f"runs of {n}", dataclasses.replace(base, run=n, runs=8 // n), True) for n in runs),
+                ("splits of 16", dataclasses.replace(base, runs=16 // base.run), True),
             ):
                 specs = attention.attention_specs(rows, HEADS, KV_HEADS, DIM, **PAGED, schedule=schedule, pdl=pdl)
                 yield Case(

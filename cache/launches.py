@@ -128,7 +128,8 @@ class LaunchList:
 
     Raises:
         InvalidArgument: a name given twice or not at all, an operand past the end of its buffer, not aligned or of
-            another dtype, or another number of operands than the kernel's.
+            another dtype, or another number of operands than the kernel's; memory that a kernel reads before it waits
+            (`KernelSpec.early`) and a launch before it writes, or nothing that such reads wait for at the list's begin.
     """
 
     buffers: tuple[Buffer, ...]
@@ -150,6 +151,26 @@ class LaunchList:
                 raise InvalidArgument("operands", where=where_launch, got=got, wanted=wanted)
             for argument, place in zip(arguments, launch.operands, strict=True):
                 self._check(f"{where_launch}: {argument.name}", place, argument_bytes(argument), argument.dtype)
+        self._check_early(where)
+
+    def _check_early(self, where: str) -> None:
+        written: dict[str, list[tuple[int, int, int]]] = {}
+        for index, launch in enumerate(self.launches):
+            if isinstance(launch, Launch) and launch.spec.pdl and launch.spec.early:
+                first = self.launches[0]
+                if isinstance(first, Launch) and first.spec.pdl and not first.spec.opens:
+                    got, wanted = f"{first.spec.name}", f"one that opens the step ({launch.spec.name} reads early)"
+                    raise InvalidArgument("first launch", where=where, got=got, wanted=wanted)
+                for name, place, size in _accesses(launch, early=True):
+                    for begin, end, writer in written.get(place.buffer, ()):
+                        if begin < place.offset + size and place.offset < end:
+                            got = f"{place.buffer}, written by launch {writer}"
+                            wanted = "memory that no launch before writes, as it is read before they are waited for"
+                            raise InvalidArgument(
+                                name, where=f"{where}[{index}] ({launch.spec.name})", got=got, wanted=wanted
+                            )
+            for _, place, size in _accesses(launch, early=False):
+                written.setdefault(place.buffer, []).append((place.offset, place.offset + size, index))
 
     def _check(self, where: str, place: Operand, size: int, dtype: str | None) -> None:
         buffer = self.by_name.get(place.buffer)
@@ -239,6 +260,18 @@ class LaunchList:
 def argument_bytes(argument: Argument) -> int:
     """Bytes of a kernel's argument."""
     return math.prod(argument.shape) * np.dtype(argument.dtype).itemsize
+
+
+def _accesses(launch: Launch | Copy, *, early: bool) -> list[tuple[str, Operand, int]]:
+    """What a launch reads before it waits, or what it writes: argument, place and bytes."""
+    if isinstance(launch, Copy):
+        return [] if early else [("target", launch.target, launch.bytes)]
+    spec = launch.spec
+    return [
+        (argument.name, place, argument_bytes(argument))
+        for argument, place in zip(spec.arguments, launch.operands, strict=True)
+        if (argument.name in spec.early if early else argument.role != "in")
+    ]
 
 
 def _operands(launch: Launch | Copy) -> tuple[Operand, ...]:

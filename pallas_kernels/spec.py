@@ -62,8 +62,12 @@ class KernelSpec:
         grid: programs of the launch, a function of the argument shapes alone (never of their contents).
         num_warps, num_stages: as Triton means them.
         enable_fp_fusion: contraction of multiply and add; stated because Triton's default is changing.
-        pdl: launched with programmatic dependent launch; before it waits the function reads nothing but weights, and
-            writes nothing.
+        pdl: launched with programmatic dependent launch; before it waits for the launch before, the function reads
+            nothing but arguments that ``early`` names, and writes nothing.
+        early: names of ``"in"`` arguments. While launches run that may still run when this one begins, nobody writes
+            them: weights, and what does not change during a step (`LaunchList` checks the latter).
+        opens: with ``pdl`` the next launch begins only when the function has waited: then all before it has ended, for
+            every launch behind it. The first launch of a list does that, so that ``early`` ends at the list's begin.
         reference: ``jax.numpy`` function of the `inputs` that returns the new contents of the ``"inout"`` arguments and
             then the ``"out"`` ones; a single one not in a tuple.
     """
@@ -77,6 +81,8 @@ class KernelSpec:
     num_stages: int
     enable_fp_fusion: bool
     pdl: bool
+    early: tuple[str, ...] = ()
+    opens: bool = False
     reference: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
@@ -96,6 +102,10 @@ class KernelSpec:
                 got=roles,
                 wanted="in, inout and state before out and scratch",
             )
+        read = {a.name for a in self.arguments if a.role == "in"}
+        if not read.issuperset(self.early):
+            where = f"KernelSpec({self.name!r})"
+            raise InvalidArgument("early", where=where, got=self.early, wanted=f"some of {sorted(read)}")
         unknown = [a.dtype for a in self.arguments if a.dtype not in DTYPES]
         if unknown:
             raise InvalidArgument("dtype", where=f"KernelSpec({self.name!r})", got=unknown, wanted=", ".join(DTYPES))

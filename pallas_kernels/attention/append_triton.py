@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..kv_append.triton import heads_of_row, page_of
+from ..experts.triton import pause
+from ..kv_append.triton import heads_of_row, page_of, tables_of
 from .triton import item_of, leave, over_keys, pages_of, work_of
 
 
@@ -54,11 +55,11 @@ def append_attend(
     NORM_CHUNK: tl.constexpr,
     EPS: tl.constexpr,
     CLIP: tl.constexpr,
+    LINGER: tl.constexpr,
 ):
     """See `attention.specs.decode_attention_specs` for the arguments."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     last, lows, first, end, tiles = work_of(
         position_ptr, ROWS, 1, GROUPS, KV_HEADS, LONGEST, WINDOW, TILE, RUN, RUNS, FILL
     )
@@ -86,9 +87,14 @@ def append_attend(
         is_query = m < SHARE
         head = kv_head * SHARE + m
         of_row = tl.where(is_query, head, HEADS + (m - SHARE) * KV_HEADS + kv_head)
+        tables = tables_of(
+            q_gain_ptr, k_gain_ptr, cos_ptr, sin_ptr, of_row, m < SHARE + 2, tl.where(turned, position, 0),
+            HEADS, KV_HEADS, DIM, DIM_POW2, NORM,
+        )  # fmt: skip
+        if PDL:
+            gdc_wait()
         value = heads_of_row(
-            qkv_ptr + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM), q_gain_ptr, k_gain_ptr, cos_ptr, sin_ptr,
-            of_row, m < SHARE + 2, tl.where(turned, position, 0),
+            qkv_ptr + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM), tables, of_row, m < SHARE + 2,
             HEADS, KV_HEADS, DIM, DIM_POW2, NORM, NORM_CHUNK, EPS, CLIP,
         ).to(dtype)  # fmt: skip
         within = (page.to(tl.int64) * KV_HEADS + kv_head) * (PAGE * DIM) + (position % PAGE) * DIM
@@ -106,3 +112,7 @@ def append_attend(
         )  # fmt: skip
         place = slot.to(tl.int64) * HEADS + head
         leave(vector_ptr, weight_ptr, place, is_query, top, total, out, DIM, DIM_POW2)
+    if PDL:
+        gdc_wait()  # also without work: when this launch has ended, so have all before it
+    if LINGER > 0 and tl.program_id(0) >= items:
+        pause(LINGER)

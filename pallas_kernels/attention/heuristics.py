@@ -24,15 +24,18 @@ class Schedule:
         fill: with fewer pairs of split and key head than this, programs take runs.
         num_warps, num_stages: as Triton means them.
         combine_warps: warps of the second pass. These belong to the arithmetic and depend on nothing.
+        linger: nanoseconds that programs without work stay, where attention appends: else the weights of the next
+            launch would come into their place at once, and slow what the others read.
     """
 
     run: int = 2
-    runs: int = 8
+    runs: int = 4
     programs: int = 264
     fill: int = 128
     num_warps: int = 4
     num_stages: int = 3
     combine_warps: int = 8
+    linger: int = 1200
 
 
 def max_dim(dtype: str) -> int:

@@ -78,6 +78,7 @@ def attention_specs(
             *sizes.outputs,
         ),
         constexprs=sizes.constants,
+        early=("table_ptr", "position_ptr", "sequence_ptr"),
         reference=functools.partial(reference.attend, **sizes.of_reference),
         **sizes.launch,
     )
@@ -146,7 +147,9 @@ def decode_attention_specs(
         constexprs=(
             *((name, value) for name, value in sizes.constants if name != "GROUP_ROWS"),
             *((name, of_append[name]) for name in ("POSITIONS", "NORM", "NORM_CHUNK", "EPS", "CLIP")),
+            ("LINGER", schedule.linger if pdl else 0),
         ),
+        early=(*append.early, "sequence_ptr", "table_ptr"),
         reference=functools.partial(reference.append_attend, norm=norm, eps=eps, clip=clip, **sizes.of_reference),
         **sizes.launch,
     )
@@ -277,6 +280,7 @@ def _combine_spec(sizes: _Sizes, dtype: str, sink: bool, pdl: bool) -> KernelSpe
         num_stages=1,
         enable_fp_fusion=False,
         pdl=pdl,
+        early=("position_ptr",),
         reference=functools.partial(
             reference.combine, kv_heads=sizes.kv_heads, longest=sizes.longest, has_sink=sink, out_dtype=dtype,
             **sizes.cut,

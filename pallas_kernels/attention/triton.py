@@ -208,7 +208,6 @@ def attend(
     """See `attention.specs.attention_specs` for the arguments."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     last, lows, first, end, tiles = work_of(
         position_ptr, ROWS, GROUP_ROWS, GROUPS, KV_HEADS, LONGEST, WINDOW, TILE, RUN, RUNS, FILL
     )
@@ -234,6 +233,8 @@ def attend(
         else:
             position = _positions(position_ptr, row, (m < GROUP_ROWS * SHARE) & (row < ROWS), LONGEST)
         live = position >= 0
+        if PDL:
+            gdc_wait()
         q_at = (row * HEADS + head)[:, None] * DIM + dim[None, :]
         q = tl.load(q_ptr + q_at, mask=live[:, None] & (dim < DIM)[None, :], other=0.0)
         top, total, out = over_keys(
@@ -242,6 +243,8 @@ def attend(
         )  # fmt: skip
         place = (slot * GROUP_ROWS + m // SHARE).to(tl.int64) * HEADS + head
         leave(vector_ptr, weight_ptr, place, live, top, total, out, DIM, DIM_POW2)
+    if PDL:
+        gdc_wait()  # also without work: when this launch has ended, so have all before it
 
 
 @triton.jit
@@ -285,7 +288,6 @@ def combine(
     """See `attention.specs.attention_specs` for the arguments."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0)
     head = tl.program_id(1)
     _, _, first, end, tiles = work_of(
@@ -300,6 +302,8 @@ def combine(
     low = 0
     if WINDOW > 0:
         low = tl.maximum(position - (WINDOW - 1), 0)
+    if PDL:
+        gdc_wait()
     lane = tl.arange(0, CHUNK)
     dim = tl.arange(0, DIM_POW2)
     top = tl.full([CHUNK], float("-inf"), tl.float32)
@@ -318,7 +322,7 @@ def combine(
             split_out = tl.zeros([CHUNK, DIM_POW2], tl.float32)
             for i in tl.static_range(RUNS):
                 run = split * RUNS + i
-                is_run = (run * (RUN * TILE) <= position) & ((run + 1) * (RUN * TILE) > low)
+                is_run = (run * (RUN * TILE) <= position) & (run >= low // (RUN * TILE))
                 run_top, run_total, run_out = _piece(
                     vector_ptr, weight_ptr, origin + run, row, head, is_run, GROUP_ROWS, HEADS, DIM, DIM_POW2
                 )

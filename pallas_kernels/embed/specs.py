@@ -16,6 +16,7 @@ def embed_spec(rows: int, vocabulary: int, hidden: int, *, dtype: str, pdl: bool
 
     Inputs, in order: ``ids`` int32 ``[T]``; ``table`` ``[V, H]``. Output: ``x`` ``[T, H]``, 0 for an id that is
     negative (a row that is not there) or past the table, which is never read out of range.
+    It opens a step: with ``pdl`` it waits before it lets the next launch start.
 
     Args:
         dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``, of table and output.
@@ -47,5 +48,6 @@ def embed_spec(rows: int, vocabulary: int, hidden: int, *, dtype: str, pdl: bool
         num_stages=1,
         enable_fp_fusion=False,
         pdl=pdl,
+        opens=True,
         reference=reference,
     )

@@ -19,8 +19,9 @@ def embed(
 ):
     """See `embed.specs.embed_spec` for the arguments."""
     if PDL:
-        gdc_launch_dependents()
+        # In this order: what does not change during a step may be read early by the launches behind this one.
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(ids_ptr + row)

@@ -106,5 +106,6 @@ def kv_append_spec(
         num_stages=1,
         enable_fp_fusion=False,
         pdl=pdl,
+        early=("q_gain_ptr", "k_gain_ptr", "cos_ptr", "sin_ptr", "position_ptr"),
         reference=functools.partial(reference, norm=norm, eps=eps, clip=clip),
     )

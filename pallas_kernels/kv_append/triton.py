@@ -40,8 +40,38 @@ def _gain(
 
 
 @triton.jit
+def tables_of(
+    q_gain_ptr, k_gain_ptr, cos_ptr, sin_ptr, head, live, position,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """What `heads_of_row` needs besides the heads: rows of the rotation tables, gains of elements and their partners.
+
+    Rows of the tables for every head, and both gains by masks: in the layout of the heads, which short arrays and
+    pointers that are selected would not be read in.
+
+    Args:
+        position: row of the rotation tables.
+    """
+    is_query = (head < HEADS)[:, None]
+    is_value = (head >= HEADS + KV_HEADS)[:, None]
+    dim = tl.arange(0, DIM_POW2)
+    first = dim < DIM // 2
+    partner = tl.where(first, dim + DIM // 2, dim - DIM // 2)
+    mask = live[:, None] & (dim < DIM)[None, :]
+    angle = position * (DIM // 2) + tl.where(first, dim, partner)[None, :] + tl.zeros_like(head)[:, None]
+    cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
+    gain, other_gain = cos, sin
+    if NORM != "":
+        begin = head[:, None] * DIM if NORM == "projection" else tl.zeros_like(head)[:, None]
+        gain = _gain(q_gain_ptr, k_gain_ptr, begin, dim[None, :], mask, is_query, is_value, HEADS * DIM, NORM)
+        other_gain = _gain(q_gain_ptr, k_gain_ptr, begin, partner[None, :], mask, is_query, is_value, HEADS * DIM, NORM)
+    return cos, sin, gain, other_gain
+
+
+@triton.jit
 def heads_of_row(
-    row_ptr, q_gain_ptr, k_gain_ptr, cos_ptr, sin_ptr, head, live, position,
+    row_ptr, tables, head, live,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr, NORM: tl.constexpr,
     NORM_CHUNK: tl.constexpr, EPS: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
@@ -53,8 +83,8 @@ def heads_of_row(
     Args:
         row_ptr: the row's queries, keys and values.
         head: numbers of the heads in it.
+        tables: of `tables_of` the same heads.
         live: which of them are asked for; the others are 0.
-        position: row of the rotation tables.
     """
     dtype: tl.constexpr = row_ptr.dtype.element_ty
     is_query = (head < HEADS)[:, None]
@@ -66,16 +96,7 @@ def heads_of_row(
     mask = live[:, None] & inside[None, :]
     value = tl.load(row_ptr + head[:, None] * DIM + dim[None, :], mask=mask, other=0.0).to(tl.float32)
     other = tl.load(row_ptr + head[:, None] * DIM + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-    # Rows of the tables for every head, and both gains by masks: in the layout of the heads, which short arrays and
-    # pointers that are selected would not be read in.
-    angle = position * (DIM // 2) + tl.where(first, dim, partner)[None, :] + tl.zeros_like(head)[:, None]
-    cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
-    sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
-    gain, other_gain = value, other
-    if NORM != "":
-        begin = head[:, None] * DIM if NORM == "projection" else tl.zeros_like(head)[:, None]
-        gain = _gain(q_gain_ptr, k_gain_ptr, begin, dim[None, :], mask, is_query, is_value, HEADS * DIM, NORM)
-        other_gain = _gain(q_gain_ptr, k_gain_ptr, begin, partner[None, :], mask, is_query, is_value, HEADS * DIM, NORM)
+    cos, sin, gain, other_gain = tables
     if NORM == "projection":
         shrink = tl.where(
             is_query,
@@ -139,7 +160,6 @@ def kv_append(
     """See `kv_append.specs.kv_append_spec` for the arguments."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0)
     position = tl.load(position_ptr + row)
     there = (position >= 0) & (position < POSITIONS)
@@ -147,9 +167,15 @@ def kv_append(
     first = tl.program_id(1) * BLOCK_HEADS
     head = first + tl.arange(0, BLOCK_HEADS)
     dim = tl.arange(0, DIM_POW2)
+    tables = tables_of(
+        q_gain_ptr, k_gain_ptr, cos_ptr, sin_ptr, head, head >= 0, tl.where(there, position, 0),
+        HEADS, KV_HEADS, DIM, DIM_POW2, NORM,
+    )  # fmt: skip
+    if PDL:
+        gdc_wait()
     value = heads_of_row(
-        qkv_ptr + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM), q_gain_ptr, k_gain_ptr, cos_ptr, sin_ptr,
-        head, head >= 0, tl.where(there, position, 0), HEADS, KV_HEADS, DIM, DIM_POW2, NORM, NORM_CHUNK, EPS, CLIP,
+        qkv_ptr + row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM), tables, head, head >= 0,
+        HEADS, KV_HEADS, DIM, DIM_POW2, NORM, NORM_CHUNK, EPS, CLIP,
     )  # fmt: skip
     inside = (head >= 0)[:, None] & (dim < DIM)[None, :]
     if first < HEADS:

@@ -105,5 +105,6 @@ def linear_spec(
         num_stages=tile.num_stages,
         enable_fp_fusion=False,
         pdl=pdl,
+        early=("w_ptr", "gain_ptr") if tile.early else (),
         reference=plain,
     )

@@ -103,6 +103,7 @@ def route_spec(
         num_stages=1,
         enable_fp_fusion=False,
         pdl=pdl,
+        early=("gain_ptr", "w_ptr", "position_ptr"),
         reference=functools.partial(
             normed_route,
             config=config,

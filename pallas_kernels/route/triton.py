@@ -187,12 +187,16 @@ def route(
     is_expert = expert < EXPERTS
     k = part * PART + tl.arange(0, BLOCK_K)
     w_at = w_ptr + expert[:, None] * HIDDEN + k[None, :]
-    # The router's weights do not change while a step runs: the only thing that may be read before the wait.
+    # Weights and positions do not change while a step runs: they may be read before the wait.
     w = tl.load(w_at, mask=is_expert[:, None] & (k < HIDDEN)[None, :], other=0.0)
-    if PDL:
-        gdc_wait()
+    gain = tl.load(gain_ptr + k, mask=k < HIDDEN, other=0.0) if NORM else w
     row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     live = row < ROWS
+    present = live
+    if MASKED:
+        present = tl.load(position_ptr + row, mask=live, other=-1) >= 0
+    if PDL:
+        gdc_wait()
     x_row = x_ptr + row.to(tl.int64)[:, None] * HIDDEN
     shrink = tl.full([BLOCK_ROWS], 1.0, tl.float32)
     if NORM:
@@ -209,13 +213,14 @@ def route(
         there = at < HIDDEN
         if step > 0:
             w = tl.load(w_at + step * BLOCK_K, mask=is_expert[:, None] & there[None, :], other=0.0)
+            if NORM:
+                gain = tl.load(gain_ptr + at, mask=there, other=0.0)
         mask = live[:, None] & there[None, :]
         x = tl.load(x_row + at[None, :], mask=mask, other=0.0)
         if NORM:
             # Rounded twice, as the models do: after the division and after the gain.
-            gain = tl.load(gain_ptr + at, mask=there, other=0.0).to(tl.float32)
             x = (x.to(tl.float32) * shrink[:, None]).to(x_ptr.dtype.element_ty)
-            x = (x.to(tl.float32) * gain[None, :]).to(x_ptr.dtype.element_ty)
+            x = (x.to(tl.float32) * gain.to(tl.float32)[None, :]).to(x_ptr.dtype.element_ty)
             if chunk == 0:
                 tl.store(normed_ptr + row.to(tl.int64)[:, None] * HIDDEN + at[None, :], x, mask=mask)
         total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
@@ -234,9 +239,6 @@ def route(
             logits += tl.load(source, mask=known, other=0.0, cache_modifier=".cg")
         if BIAS:
             logits += tl.load(bias_ptr + of_place, mask=valid, other=0.0).to(tl.float32)[None, :]
-        present = live
-        if MASKED:
-            present = tl.load(position_ptr + row, mask=live, other=-1) >= 0
         choose(
             logits, selection_bias_ptr, row, live, present, scale_ptr, ids_ptr,
             EXPERTS, TOP_K, TOP_K_POW2, SCORE, RENORMALIZE, SCALING,

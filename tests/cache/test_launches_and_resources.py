@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toy_step import step_launches
+from toy_step import HostFunction, step_launches
 
 from moe_jax import cache
 from moe_jax.cache.launches import Buffer, Copy, Launch, LaunchList, Operand, _take, dense
 from moe_jax.cache.resources import Resource, ResourceTable, next_serial
 from moe_jax.errors import InvalidArgument
+from moe_jax.pallas_kernels.spec import Argument, KernelSpec
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,6 +105,89 @@ def test_lists_that_cannot_be_launched_are_refused(change, problem):
     buffers, listed = change(launches.buffers, launches.launches[0])
     with pytest.raises(InvalidArgument, match=problem):
         LaunchList(tuple(buffers), tuple(listed))
+
+
+EARLY_BUFFERS = (
+    dense("arena", "uint8", (256,)),
+    *(dense(name, "float32", (8,)) for name in ("position", "x", "y")),
+)
+
+
+def toy_launch(name: str, position: Operand, x: str = "x", y: str = "y", role: str = "in", **options) -> Launch:
+    """Eight numbers each: ``position``, read early unless it is written, and ``x``; and the output ``y``."""
+    roles = {"position": role, "x": "in", "y": "out"}
+    options = {"early": ("position",) if role == "in" else (), "pdl": True, **options}
+    spec = KernelSpec(
+        name=name, function=HostFunction(None, [*roles]), constexprs=(), grid=(1, 1, 1), num_warps=1, num_stages=1,
+        arguments=tuple(Argument(a, "float32", (8,), each) for a, each in roles.items()),
+        enable_fp_fusion=False, **options,
+    )  # fmt: skip
+    return Launch(spec, (position, Operand(x), Operand(y)))
+
+
+POSITION = Operand("position")
+OPENS = toy_launch("embed", POSITION, early=(), opens=True)
+READS = toy_launch("attend", POSITION)
+
+
+@pytest.mark.parametrize(
+    ("launches", "problem"),
+    [
+        ((READS,), r"LaunchList: first launch: got attend, wanted one that opens the step \(attend reads early\)"),
+        (
+            (toy_launch("embed", POSITION, early=()), READS),
+            r"first launch: got embed, wanted one that opens the step \(attend reads early\)",
+        ),
+        (
+            (OPENS, toy_launch("advance", POSITION, role="inout"), READS),
+            r"LaunchList\[2\] \(attend\): position: got position, written by launch 1, "
+            "wanted memory that no launch before writes",
+        ),
+        ((OPENS, toy_launch("make", Operand("arena"), y="position"), READS), "got position, written by launch 1"),
+        ((OPENS, Copy(POSITION, Operand("x"), 4), READS), "got position, written by launch 1"),
+        # Its own last bytes, and its first ones.
+        ((OPENS, Copy(Operand("arena", 48), Operand("x"), 8), toy_launch("attend", Operand("arena", 32))), "got arena"),
+        ((OPENS, Copy(Operand("arena"), Operand("x"), 32), toy_launch("attend", Operand("arena", 16))), "got arena"),
+        (
+            (
+                OPENS,
+                toy_launch("make", Operand("arena", 80), role="inout"),
+                READS,
+                toy_launch("a", Operand("arena", 64)),
+            ),
+            r"LaunchList\[3\] \(a\): position: got arena, written by launch 1",
+        ),
+        # By the first launch as well.
+        ((toy_launch("embed", POSITION, y="position", early=(), opens=True), READS), "written by launch 0"),
+    ],
+)
+def test_memory_read_before_the_wait_is_written_by_no_launch_before(launches, problem):
+    with pytest.raises(InvalidArgument, match=problem):
+        LaunchList(EARLY_BUFFERS, launches)
+
+
+@pytest.mark.parametrize(
+    "launches",
+    [
+        (OPENS, READS, toy_launch("advance", POSITION, role="inout")),
+        (OPENS, READS, Copy(POSITION, Operand("x"), 32)),
+        # Beside it in the same buffer, on both sides; nothing at all.
+        (OPENS, Copy(Operand("arena"), Operand("x"), 32), toy_launch("attend", Operand("arena", 32))),
+        (OPENS, Copy(Operand("arena", 64), Operand("x"), 32), toy_launch("attend", Operand("arena", 32))),
+        (OPENS, Copy(POSITION, Operand("x"), 0), READS),
+        # What is read after the wait may be written.
+        (OPENS, toy_launch("make", POSITION, y="x"), READS),
+        (OPENS, toy_launch("make", POSITION, role="inout"), toy_launch("late", POSITION, early=())),
+        # Without programmatic launch nothing is early, and a first launch or copy waits by itself.
+        (OPENS, toy_launch("make", POSITION, role="inout"), toy_launch("attend", POSITION, pdl=False)),
+        (toy_launch("embed", POSITION, pdl=False), READS),
+        (Copy(Operand("x"), Operand("y"), 32), READS),
+        (toy_launch("attend", POSITION, pdl=False),),
+        (toy_launch("embed", POSITION, early=()), toy_launch("route", POSITION, early=())),
+    ],
+)
+def test_lists_that_read_before_the_wait_only_what_stays(launches):
+    assert LaunchList(EARLY_BUFFERS, launches).launches == launches
 
 
 def moved(launch: Launch, operand: Operand) -> Launch:

@@ -103,7 +103,7 @@ def append_oracle(
 
 
 def check_compiled(spec: KernelSpec, capability: int) -> None:
-    """No spills, no stack, and with programmatic launch nothing is read before the wait but what may be."""
+    """No spills, no stack; with programmatic launch what may be read before the wait is, and nothing else."""
     kernel = compile_spec(spec, capability)
     use = resources(kernel)
     assert use.stack == use.local == 0, f"{spec.name} sm_{capability}: {use}"
@@ -111,14 +111,15 @@ def check_compiled(spec: KernelSpec, capability: int) -> None:
     assert use.registers * kernel.threads <= 65536 and kernel.shared <= (163 if capability == 80 else 227) * 1024, use
     if spec.pdl:
         lines = disassembly(kernel).splitlines()
-        wait = [number for number, line in enumerate(lines) if "ACQBULK" in line]
+        wait, launch = ([n for n, line in enumerate(lines) if name in line] for name in ("ACQBULK", "PREEXIT"))
         assert wait, f"{spec.name} never waits for the kernel before"
+        assert launch and (launch[0] > wait[0]) == spec.opens, f"{spec.name} lets the next launch start at {launch}"
         touches = re.compile(r"\b(LD|LDG|LDGSTS|ST|STG|ATOM|ATOMG|RED|REDG|UBLKPF)\b")
         early = [line for line in lines[: wait[0]] if touches.search(line)]
-        # Weights, which no kernel of a step writes, are the one thing that is read before the wait.
-        reads_weights = spec.name == "route" or dict(spec.constexprs).get("EARLY")
-        wrong = [line for line in early if not (reads_weights and re.search(r"\b(LDG|LDGSTS)\b", line))]
+        # What of it is read, `interpreting.run_early` shows.
+        wrong = [line for line in early if not (spec.early and re.search(r"\b(LDG|LDGSTS)\b", line))]
         assert not wrong, f"{spec.name}: {wrong[0]}"
+        assert bool(early) == bool(spec.early), f"{spec.name} reads nothing before it waits, and might"
 
 
 def on_a_gpu(specs: tuple[KernelSpec, ...], given: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:

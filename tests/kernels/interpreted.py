@@ -7,13 +7,19 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import triton
+import triton.language as tl
 from cases import ACTIVATIONS, buffers, routing
+from interpreting import run_early
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime.errors import InterpreterError
 
 from moe_jax.pallas_kernels.errors import CannotServe, InvalidArgument
 from moe_jax.pallas_kernels.experts import Tile, expert_ffn_spec
 from moe_jax.pallas_kernels.interpret import interpret
 from moe_jax.pallas_kernels.plan import plan_spec
 from moe_jax.pallas_kernels.plan.reference import plan_blocks
+from moe_jax.pallas_kernels.spec import Argument, KernelSpec
 
 SMALL = Tile(block_m=32, block_k=32, num_warps=4, block_n=8, num_stages=3, lag=2, programs=5, backoff=0, spread=3)
 
@@ -159,3 +165,89 @@ def test_bfloat16_is_refused():
     spec = expert_ffn_spec(1, 2, 4, 64, 40, dtype="bfloat16", activation=ACTIVATIONS[0])
     with pytest.raises(CannotServe, match="bfloat16"):
         interpret(spec, {})
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16])
+def test_nothing_is_read_early(tokens):
+    """Of the experts' weights neither: their rows are not known before the wait."""
+    rng = np.random.default_rng(12)
+    ids, scale = routing(rng, tokens, 6, 2)
+    spec = expert_ffn_spec(
+        tokens, 2, 6, 64, 40, dtype="float32", activation=ACTIVATIONS[0], slots=9, gate_up_bias=True, residual=True,
+        tile=SMALL, pdl=True,
+    )  # fmt: skip
+    assert not spec.early
+    run_early(spec, rng, buffers(spec, rng, ids, scale))
+    plan = plan_spec(tokens, 2, 6, 8, slots=9, pdl=True)
+    assert not plan.early
+    run_early(
+        plan, rng, {"ids_ptr": ids, "weight_row_ptr": rng.permutation(9)[: plan.arguments[1].shape[0]].astype(np.int32)}
+    )
+
+
+@triton.jit
+def weighted(x_ptr, index_ptr, w_ptr, count_ptr, out_ptr, FAULT: tl.constexpr, PDL: tl.constexpr):
+    """Adds ``w * x`` of an index to what stands in ``out``, and counts its programs; with faults only under PDL."""
+    program = tl.program_id(0)
+    if PDL and FAULT == "waits first":
+        gdc_wait()
+    if PDL and FAULT != "never launches":
+        gdc_launch_dependents()
+    w = tl.load(w_ptr + program)
+    if PDL and FAULT == "reads":
+        x = tl.load(x_ptr + program)
+    if PDL and FAULT == "reads an index":
+        index = tl.load(index_ptr + program)
+    if PDL and FAULT == "reads a result":
+        out = tl.load(out_ptr + program)
+    if PDL and FAULT == "writes":
+        tl.store(out_ptr + program, w)
+    if PDL and FAULT == "counts":
+        tl.atomic_add(count_ptr, 1)
+    if PDL and (FAULT != "one does not wait" or program != 1):
+        gdc_wait()
+    if FAULT != "reads" or not PDL:
+        x = tl.load(x_ptr + program)
+    if FAULT != "reads an index" or not PDL:
+        index = tl.load(index_ptr + program)
+    if FAULT != "reads a result" or not PDL:
+        out = tl.load(out_ptr + program)
+    if FAULT != "counts" or not PDL:
+        tl.atomic_add(count_ptr, 1)
+    tl.store(out_ptr + program, out + w * x + index)
+
+
+@pytest.mark.parametrize(
+    ("fault", "opens", "problem"),
+    [
+        ("", False, None),
+        ("reads", False, "weighted: out_ptr"),
+        ("reads an index", False, "weighted: out_ptr"),
+        ("reads a result", False, "weighted: out_ptr"),
+        ("reads weights", False, "weighted: out_ptr"),
+        ("writes", False, "weighted writes out_ptr before it waits"),
+        ("counts", False, "weighted writes count_ptr before it waits"),
+        ("waits first", False, r"\['wait', 'launch', 'wait'\], not \['launch', 'wait'\]"),
+        ("never launches", False, r"\['wait'\], not \['launch', 'wait'\]"),
+        ("one does not wait", False, r"\['launch'\], not \['launch', 'wait'\]"),
+        ("waits first", True, None),
+        ("", True, r"\['launch', 'wait'\], not \['wait', 'launch'\]"),
+    ],
+)
+def test_what_a_program_does_before_it_waits_shows(fault, opens, problem):
+    arguments = (
+        Argument("x_ptr", "float32", (3,), "in"), Argument("index_ptr", "int32", (3,), "in"),
+        Argument("w_ptr", "float32", (3,), "in"), Argument("count_ptr", "int32", (1,), "inout"),
+        Argument("out_ptr", "float32", (3,), "inout"),
+    )  # fmt: skip
+    spec = KernelSpec(
+        name="weighted", function=weighted, arguments=arguments, constexprs=(("FAULT", fault), ("PDL", True)),
+        grid=(3, 1, 1), num_warps=4, num_stages=1, enable_fp_fusion=False, pdl=True, opens=opens,
+        early=() if fault == "reads weights" else ("w_ptr",),
+    )  # fmt: skip
+    given = {"index_ptr": np.array([4, 0, 2], np.int32), "count_ptr": np.array([5], np.int32)}
+    if problem is None:
+        assert run_early(spec, np.random.default_rng(13), given)["count_ptr"] == 8
+    else:
+        with pytest.raises((AssertionError, InterpreterError), match=problem):
+            run_early(spec, np.random.default_rng(13), given)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 import triton
 import triton.language as tl
 from decode_cases import append_oracle, attention_oracle, kv_case, linear_oracle, small_linear_tile
-from interpreting import buffers, run
+from interpreting import buffers, run, run_early
 
 from moe_jax.pallas_kernels.attention import Schedule, attention_specs, decode_attention_specs
 from moe_jax.pallas_kernels.attention import heuristics as attention_heuristics
@@ -376,3 +378,52 @@ def test_decode_attention_rows_bits_do_not_depend_on_company_or_schedule():
         for name in ("qkv_ptr", "position_ptr"):
             more[name][rows // 2] = alone[name][0]
         np.testing.assert_array_equal(launch(rows, more, fill)[rows // 2], wanted)
+
+
+# -- what is read early -----------------------------------------------------------------------------------------------
+
+EARLY = Tile(block_k=128, split=2, block_m=16, num_warps=4, block_n=8, num_stages=2, early=True)
+
+
+@pytest.mark.parametrize("tile", [EARLY, small_linear_tile(3, 3)], ids=["early", "late"])
+@pytest.mark.parametrize("options", [{}, {"norm_eps": 1e-5, "bias": True, "residual": True}], ids=["plain", "all"])
+def test_linear_reads_weights_early(options, tile):
+    spec = linear_spec(3, 512, 32, dtype="float16", tile=tile, pdl=True, **options)
+    assert spec.early == (("w_ptr", "gain_ptr") if tile.early else ())
+    run_early(spec, np.random.default_rng(16))
+
+
+@pytest.mark.parametrize("norm", [None, "head", "projection"])
+def test_kv_append_reads_early_what_does_not_change_within_a_step(norm):
+    rng = np.random.default_rng(17)
+    run_early(
+        kv_append_spec(7, 8, 2, 16, dtype="float32", **APPEND, norm=norm, pdl=True), rng, kv_case(rng, rows=7, **APPEND)
+    )
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(("fill", "programs"), [(0, 3), (10**6, 40)], ids=["splits", "runs"])
+@pytest.mark.parametrize(
+    ("page_size", "options"),
+    [
+        (8, {}),
+        (16, {"window": 20, "sink": True}),
+        (16, {"rows_of_sequence": 2}),
+        (8, {"norm": None}),
+        (16, {"norm": "head", "window": 20}),
+    ],
+    ids=str,
+)
+def test_attention_reads_early_what_does_not_change_within_a_step(page_size, options, fill, programs):
+    """Fewer programs than pieces and more; pages smaller than a tile and as large."""
+    rng, rows = np.random.default_rng(18), 4
+    paged = {"sequences": 4, "pages": 4 * 96 // page_size + 1, "page_size": page_size, "max_pages": 96 // page_size}
+    given = kv_case(rng, rows=rows, positions=96, **paged)
+    given["position_ptr"] = np.array([40, -1, 95, 7], np.int32)
+    given["sequence_ptr"] = np.array([2, 2, 0, 0] if "rows_of_sequence" in options else [2, 1, 3, 0], np.int32)
+    make = functools.partial(decode_attention_specs, positions=96) if "norm" in options else attention_specs
+    schedule = Schedule(programs=programs, fill=fill, run=2, runs=2, linger=0)
+    made = dict(given)
+    for spec in make(rows, 4, 2, 16, dtype="float32", **paged, schedule=schedule, pdl=True, **options):
+        made |= run_early(spec, rng, made)
+    assert not np.isnan(made["out_ptr"]).any() and made["out_ptr"][[0, 2, 3]].all()

@@ -7,7 +7,8 @@ import mmap
 import numpy as np
 import pytest
 from arena import interpreted
-from embed_advance_cases import advances_as_the_oracle, decodes_without_the_host, embed_oracle
+from embed_advance_cases import advance_case, advances_as_the_oracle, decodes_without_the_host, embed_oracle
+from interpreting import run_early
 
 from moe_jax.pallas_kernels.advance import advance_spec
 from moe_jax.pallas_kernels.embed import embed_spec
@@ -71,3 +72,15 @@ def test_advance_records_past_2_to_the_31_elements():
 
 def test_steps_follow_each_other():
     decodes_without_the_host(run)
+
+
+def test_nothing_is_read_early():
+    """And the embedding lets the next launch start when it has waited, so that others may read early."""
+    rng = np.random.default_rng(1)
+    embed = embed_spec(5, 37, 1030, dtype="float16", pdl=True)
+    assert embed.opens and not embed.early
+    run_early(embed, rng, {"ids_ptr": np.array([3, -1, 36, 0, 37], np.int32)})
+    for max_tokens in (None, 8):
+        advance = advance_spec(7, 5, 3, max_tokens=max_tokens, pdl=True)
+        assert not advance.opens and not advance.early
+        run_early(advance, rng, advance_case(rng, advance))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decode_cases import BUCKETS, positions_of
-from interpreting import run
+from interpreting import run, run_early
 from route_sample_cases import KINDS, SMALL_CUT, sample_case
 from triton.runtime import interpreter
 
@@ -70,6 +70,20 @@ def test_route(name, rows):
     np.testing.assert_array_equal(made["ids_ptr"], ids)
     np.testing.assert_allclose(made["scale_ptr"], scale, rtol=2e-5, atol=1e-6)
     np.testing.assert_allclose(made["normed_ptr"], normed, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"norm_eps": 1e-6}, {"masked": True}, {"norm_eps": 1e-6, "masked": True}], ids=str
+)
+def test_route_reads_early_what_does_not_change_within_a_step(options):
+    rng, config = np.random.default_rng(8), ROUTERS["deepseek"]
+    spec = route_spec(9, 2100, config, dtype="float16", bias="float32", selection_bias=True, pdl=True, **options)
+    assert spec.grid[2] > 1
+    given = {"w_ptr": (rng.standard_normal((32, 2100)) / 50).astype(np.float16)}
+    if "masked" in options:
+        given["position_ptr"] = np.array([3, -1, *range(7)], np.int32)
+    run_early(spec, rng, given)
+    run_early(route_logits_spec(9, config, selection_bias=True, pdl=True), rng)
 
 
 def route_logits(config, logits, selection_bias=None):
@@ -195,6 +209,16 @@ def test_sample_from_lists_longer_than_a_tile_and_than_their_capacity(kind):
         listed = made["way_ptr"][:, 0] == 1
         results[capacity] = (made["found_ptr"][listed] > capacity).any()
     assert results == {16: True, 1024: False}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sample_reads_nothing_early(kind):
+    rng = np.random.default_rng(17)
+    made = sample_case(rng, 4, 300, kind)
+    for spec in sample_specs(4, 300, cut=SMALL_CUT, pdl=True):
+        assert not spec.early
+        made |= run_early(spec, rng, made)
+    np.testing.assert_array_equal(made["token_ptr"], draw(rng, {a: made[a] for a in sample_case(rng, 4, 300, kind)})[0])
 
 
 @pytest.mark.parametrize("kind", ["top_k", "top_p"])

@@ -106,6 +106,31 @@ def test_the_new_key_is_written_before_keys_are_copied():
     assert written and "BAR.SYNC" in code[max(written) : copied]
 
 
+def test_what_programs_ask_for_before_they_wait():
+    """Positions and sequences, the first pages' numbers and the row's own, four rows of gains and rotation tables each
+    by one or two loads; the sum of splits has positions only.
+    """
+    first, second = decode_attention_specs(
+        1, 32, 4, 128, dtype="bfloat16", **LONG, positions=32768, norm="head", pdl=True
+    )
+    codes = [disassembly(compile_spec(spec, 90)) for spec in (first, second)]
+    loads = [len(re.findall(r"\bLDG\b", code[: code.index("ACQBULK")])) for code in codes]
+    assert loads[0] >= 8 and loads[1] >= 1
+
+
+def test_programs_without_work_stay_only_where_launches_overlap():
+    """Beside a launch without pdl nothing comes into their place."""
+    for schedule, pdl, wanted in ((None, True, 1200), (Schedule(linger=0), True, 0), (None, False, 0)):
+        more = {"positions": 32768, "norm": "head", "schedule": schedule, "pdl": pdl}
+        first, second = decode_attention_specs(1, 32, 4, 128, dtype="bfloat16", **LONG, **more)
+        assert dict(first.constexprs)["LINGER"] == wanted and "LINGER" not in dict(second.constexprs)
+        code = disassembly(compile_spec(first, 90))
+        assert ("NANOSLEEP" in code) == (wanted > 0)
+        if wanted:
+            # Those with work never come to it, and it stands behind a wait.
+            assert code.rindex("ACQBULK") < code.index("NANOSLEEP")
+
+
 @pytest.mark.parametrize(("rows", "dim"), [(1, 128), (4, 256)])
 def test_devices_with_little_shared_memory_get_a_schedule_that_fits(rows, dim, monkeypatch):
     given = {"dtype": "bfloat16", **LONG}

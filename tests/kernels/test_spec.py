@@ -60,6 +60,16 @@ def test_results_stand_after_everything_that_is_given():
         dataclasses.replace(spec, arguments=arguments)
 
 
+@pytest.mark.parametrize("name", ["k_pages_ptr", "q_ptr", "no_ptr"])
+def test_only_what_is_read_and_not_written_may_be_read_early(name):
+    spec = append_spec()
+    assert "position_ptr" in spec.early
+    with pytest.raises(
+        InvalidArgument, match=rf"early: got \('position_ptr', '{name}'\), wanted some of \['cos_ptr', "
+    ):
+        dataclasses.replace(spec, early=("position_ptr", name))
+
+
 @pytest.mark.parametrize("grid", [(0, 1, 1), (1, 0, 1), (2**31, 1, 1), (1, 65536, 1), (1, 1, 65536)])
 def test_a_grid_that_no_launch_may_have_is_refused(grid):
     with pytest.raises(InvalidArgument, match=r"grid: got \(.*wanted 1 to \(2147483647, 65535, 65535\)"):
