@@ -18,10 +18,10 @@ Importing this needs ``cuda-core``, making a `CudaRuntime` a CUDA device.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import itertools
 import json
+import math
 import os
 import re
 import threading
@@ -49,6 +49,7 @@ from moe_jax.pallas_kernels.spec import KernelSpec
 
 from .arrays import check_array
 from .launches import ALIGNMENT
+from .pinned import PINNED_BYTES, CudaReading, PinnedMemory
 from .runtime import StickyError
 
 # After these a context serves no call any more (CUDA driver API, "CUresult").
@@ -66,8 +67,6 @@ OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 COMPILED_BYTES = 16 << 20
 # From here on the host waits for a copy of its values instead of copying them once more.
 WAITED_BYTES = 1 << 20
-# Up to here what is read goes through pinned memory: one wait, where pageable memory takes two and another copy.
-PINNED_BYTES = 1 << 16
 
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 _RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -83,20 +82,6 @@ class CudaStream:
     pinned: PinnedMemory = field(repr=False)
     capture: CudaCapture | None = field(default=None, repr=False)
     lock: Any = field(default_factory=threading.RLock, repr=False)
-
-
-class PinnedMemory:
-    """Memory of the host that the device writes into, for one reader at a time, who holds ``lock``.
-
-    Attributes:
-        address, values: of the same `PINNED_BYTES` bytes.
-    """
-
-    def __init__(self, context: Any, address: int):
-        self.address, self.lock = address, threading.Lock()
-        self.values = np.frombuffer((ctypes.c_ubyte * PINNED_BYTES).from_address(address), np.uint8)
-        free = weakref.finalize(self, _free_pinned, driver, context, address)
-        free.atexit = False  # the driver may be gone by then, and the memory goes with the process
 
 
 @dataclass(eq=False)
@@ -216,8 +201,7 @@ class CudaRuntime:
         self._enter("new_stream")
         with self._foreign("new_stream"):
             owner = self._core.create_stream(options=StreamOptions(nonblocking=True))
-        pinned = PinnedMemory(self._context, int(self._checked("new_stream", driver.cuMemAllocHost(PINNED_BYTES))))
-        return CudaStream(owner, owner.handle, pinned)
+        return CudaStream(owner, owner.handle, self._pinned("new_stream"))
 
     def launch(self, kernel: LoadedKernel, addresses: Sequence[int], on: CudaStream | CudaCapture) -> None:
         stream = self._enter("launch", on)
@@ -259,6 +243,32 @@ class CudaRuntime:
             self._queue("read", stream, driver.cuMemcpyDtoHAsync, values.ctypes.data, address, values.nbytes)
             self.synchronize(stream)
         return values
+
+    def queue_read(
+        self, address: int, dtype: str, shape: tuple[int, ...], stream: CudaStream, reading: CudaReading | None = None
+    ) -> CudaReading:
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        if not 0 < size <= PINNED_BYTES:
+            wanted = f"1 to {PINNED_BYTES} bytes"
+            raise InvalidArgument("size", where="CudaRuntime.queue_read", got=size, wanted=wanted)
+        pinned = self._pinned("queue_read") if reading is None else reading.pinned
+        # An event is made before anything is queued that has to be waited for.
+        event = self.record_event(stream) if reading is None else reading.event
+        self._queue("queue_read", stream, driver.cuMemcpyDtoHAsync, pinned.address, address, size)
+        try:
+            self.record_event(stream, event)
+        except CudaError:
+            self.synchronize(stream)  # the memory goes
+            raise
+        return CudaReading(pinned, event, dtype, shape)
+
+    def finish_read(self, reading: CudaReading) -> np.ndarray:
+        self.wait(reading.event)
+        return reading.values
+
+    def _pinned(self, where: str) -> PinnedMemory:
+        self._enter(where)
+        return PinnedMemory(driver, self._context, int(self._checked(where, driver.cuMemAllocHost(PINNED_BYTES))))
 
     def record_event(self, stream: CudaStream, event: CudaEvent | None = None) -> CudaEvent:
         if event is None:
@@ -435,13 +445,6 @@ class CudaRuntime:
             if name is None:
                 raise
             raise self._error(call, name) from error
-
-
-def _free_pinned(driver: Any, context: Any, address: int) -> None:
-    """In any thread, whose context stays what it was; what a lost context does not take back goes with the process."""
-    driver.cuCtxPushCurrent(context)
-    driver.cuMemFreeHost(address)
-    driver.cuCtxPopCurrent()
 
 
 def _name_of(error: Exception) -> str | None:

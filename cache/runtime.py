@@ -10,6 +10,7 @@ to the store. Of CUDA they are:
 `Captured`     ``CudaGraph`` of a ``CUgraph``
 `Executable`   ``CudaGraph`` of a ``CUgraphExec``
 `Event`        ``CudaEvent``: one of ``cuda.core``
+`Reading`      ``CudaReading``: pinned memory of the host, and an event
 =============  ===============================================================================================
 
 Every method may raise `CudaError`, and `StickyError` when the context is lost: then nothing works in this process any
@@ -40,6 +41,7 @@ Capture = Any
 Captured = Any
 Executable = Any
 Event = Any
+Reading = Any
 
 
 class StickyError(CudaError):
@@ -160,6 +162,21 @@ class Runtime(Protocol):
 
     def read(self, address: int, dtype: str, shape: tuple[int, ...], stream: Stream) -> np.ndarray:
         """Wait for a stream and copy from the device: a new array, which no later step changes."""
+        ...
+
+    def queue_read(
+        self, address: int, dtype: str, shape: tuple[int, ...], stream: Stream, reading: Reading | None = None
+    ) -> Reading:
+        """Queue a copy of a few values from the device to the host, behind what was queued until now.
+
+        Args:
+            reading: one whose values were taken or are not wanted any more, and that is behind this one in the same
+                stream: its memory is used again.
+        """
+        ...
+
+    def finish_read(self, reading: Reading) -> np.ndarray:
+        """Wait for a copy: a new array. What was queued behind it is not waited for."""
         ...
 
     def range(self, name: str) -> AbstractContextManager[Any]:

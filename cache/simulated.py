@@ -89,6 +89,15 @@ class SimulatedEvent:
     at: int
 
 
+@dataclass(eq=False)
+class SimulatedReading:
+    """Values that come when the stream's work has been run up to a point."""
+
+    stream: SimulatedStream = field(repr=False)
+    at: int = 0
+    values: np.ndarray | None = None
+
+
 @dataclass
 class _Fault:
     call: str
@@ -280,6 +289,30 @@ class SimulatedRuntime:
         with self._call("read", using=stream, forbidden_in_capture=True):
             self._advance(stream, stream.queued)
             return self._array(address, dtype, shape).copy()
+
+    def queue_read(
+        self,
+        address: int,
+        dtype: str,
+        shape: tuple[int, ...],
+        stream: SimulatedStream,
+        reading: SimulatedReading | None = None,
+    ) -> SimulatedReading:
+        with self._call("queue_read", using=stream):
+            reading = SimulatedReading(stream)
+
+            def work(reading: SimulatedReading = reading) -> None:
+                reading.values = self._array(address, dtype, shape).copy()
+
+            self._queue(stream, work)
+            reading.at = stream.queued
+            return reading
+
+    def finish_read(self, reading: SimulatedReading) -> np.ndarray:
+        with self._call("finish_read", forbidden_in_capture=True):
+            self._advance(reading.stream, reading.at)
+            assert reading.values is not None
+            return reading.values.copy()
 
     def range(self, name: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext()

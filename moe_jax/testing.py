@@ -71,7 +71,8 @@ def assert_replay_equals_direct(engine: Engine, prompts: Sequence[Any], *, steps
     """
     engine.warmup()
     store, numbers = engine.graphs, []
-    engine.graphs = twice = _Twice(engine)  # type: ignore[assignment]
+    twice: Any = _Twice(engine)
+    engine.graphs = engine._stepper.graphs = twice
     try:
         for prompt in prompts:
             numbers += engine.prefill(prompt, **options)
@@ -82,7 +83,7 @@ def assert_replay_equals_direct(engine: Engine, prompts: Sequence[Any], *, steps
             for _ in range(steps):
                 engine.step()
     finally:
-        engine.graphs = store
+        engine.graphs = engine._stepper.graphs = store
         twice.direct.close()
         for number in numbers:
             engine.release(number)

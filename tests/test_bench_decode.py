@@ -34,7 +34,17 @@ ATTENTION = (32 + 4 + 4) * 128 * 2048 + 2048 * 32 * 128 + 2 * 2048 + 2 * 128
 ROUTER, EXPERT, TABLE = 128 * 2048, 3 * 768 * 2048, 151_936 * 2048
 CELL = {
     *("mode", "rows", "context", "step_us", "spread_us", "steps", "tokens_s", "floor_us", "ratio", "bytes"),
-    *("device_us", "host_us", "checks_us", "launch_us", "launches", "capture_ms", "build_s", "first_step_s"),
+    *(
+        "alone_us",
+        "device_us",
+        "host_us",
+        "checks_us",
+        "launch_us",
+        "launches",
+        "capture_ms",
+        "build_s",
+        "first_step_s",
+    ),
     *("experts", "experts_from", "configuration", "configurations", "backend", "faults"),
 }
 
@@ -354,7 +364,8 @@ def test_steps_that_are_no_replays_are_refused(model, monkeypatch):
     runtime.fail("instantiate", times=None)
     prompts = [list(range(9))] * 5  # as many as below, so that references are compiled once
     with pytest.raises(
-        CannotServe, match=rf"replays: got 0 of {STEPS + decode_engine.WATCHED} steps; direct \(.*instantiate"
+        CannotServe,
+        match=rf"replays: got 0 of {STEPS + decode_engine.ALONE + decode_engine.WATCHED} steps; direct \(.*instantiate",
     ):
         decode_engine.measure(model, prompts, "on", runtime, Clock(1000.0), STEPS)
 
@@ -459,6 +470,7 @@ def test_the_whole_command_on_a_simulated_device(command, monkeypatch, tmp_path)
         assert 0 < cell["checks_us"] < cell["host_us"] < cell["step_us"]
         assert 0 < cell["launch_us"] < cell["step_us"]
         assert cell["device_us"] > 0
+        assert cell["alone_us"] > 0
         assert cell["build_s"] > 0
     assert 0 < report["capture_ms"]["5"] == cells["engine"]["capture_ms"] < 1e3 * cells["engine"]["first_step_s"]
     assert cells["engine-nographs"]["capture_ms"] is None
@@ -471,7 +483,7 @@ def test_the_whole_command_on_a_simulated_device(command, monkeypatch, tmp_path)
     assert lines[1].startswith("[0/4] tiny: 2 of 2 layers, 0.0 GB")
     assert [line[:5] for line in lines[2:]] == ["[1/4]", "[2/4]", "[3/4]", "[4/4]"]
     assert not list(tmp_path.glob("*.part"))
-    assert decode.positions() == WARM + 2 * STEPS + decode_engine.WATCHED + 2
+    assert decode.positions() == WARM + 2 * STEPS + decode_engine.ALONE + decode_engine.WATCHED + 3
 
 
 @pytest.mark.gpu

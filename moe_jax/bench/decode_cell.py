@@ -21,9 +21,10 @@ class Measured(NamedTuple):
     Attributes:
         configuration: what tells it from the mode's other ones.
         backend: what computes: the compiler of an engine's kernels, or who multiplies by experts inside ``jit``.
-        us: of each step, by the host's clock.
+        us: of each step, by the host's clock; an engine's as `Engine.generate` makes them.
         first_step_s: seconds of the first step; a jitted one is compiled in it, an engine's kernels before.
         build_s: seconds of making the engine, compiling all its kernels.
+        alone_us: of a step by `Engine.step`, which is queued when the tokens of the one before have been read.
         device_us: of a step where steps are queued without waiting.
         host_us: of a step without its launches and without waiting for the device.
         checks_us: of these the plan's lookup and the checks.
@@ -38,6 +39,7 @@ class Measured(NamedTuple):
     us: list[float]
     first_step_s: float
     build_s: float | None = None
+    alone_us: float | None = None
     device_us: float | None = None
     host_us: float | None = None
     checks_us: float | None = None

@@ -6,7 +6,7 @@ import contextlib
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal
 
 from moe_jax.bench.cases import distinct
@@ -21,13 +21,14 @@ from moe_jax.model import Model
 LAUNCHES = ("launch", "launch_graph")
 WAITS = ("read", "wait", "synchronize")
 CAPTURES = ("begin_capture", "instantiate")
+ALONE = 30  # steps that are queued when the tokens of the one before have been read
 WATCHED = 30  # steps of which launches and waiting are timed apart
 PROBES = 200
 
 
 def positions(steps: int) -> int:
     """Tokens that a sequence comes to beyond its context: the calls below, one by one."""
-    return WARM + 2 * steps + WATCHED + 2
+    return WARM + 2 * steps + ALONE + WATCHED + 3
 
 
 def measure(
@@ -72,15 +73,14 @@ def measure(
         for _ in range(WARM - 3):
             engine.step()
         replays = engine.stats()["replays"]
-        us: list[float] = []
-        while goes_on(where, clock, us, steps):
-            start = time.perf_counter()
-            engine.step()
-            us.append((time.perf_counter() - start) * 1e6)
+        # As `Engine.generate` steps, then as its callers do.
+        us = _timed(lambda: engine._step(engine.live, more=True), lambda us: goes_on(where, clock, us, steps))
+        alone = _timed(engine.step, lambda us: goes_on(where, clock, us, ALONE))
         host, launch = _shares(engine)
         replays = engine.stats()["replays"] - replays
-        if graphs == "on" and replays != len(us) + WATCHED:
-            got = f"{replays} of {len(us) + WATCHED} steps; {engine.explain_last_step()}"
+        made = len(us) + len(alone) + WATCHED
+        if graphs == "on" and replays != made:
+            got = f"{replays} of {made} steps; {engine.explain_last_step()}"
             raise CannotServe("replays", where=where, got=got, wanted="all")
         check_finite(where, engine.memory.read("logits")[:rows])
         return Measured(
@@ -89,6 +89,7 @@ def measure(
             us=us,
             build_s=built,
             first_step_s=first,
+            alone_us=statistics.median(alone),
             device_us=_queued(engine, given, len(us)),
             host_us=host,
             checks_us=_checks(engine, given),
@@ -97,6 +98,16 @@ def measure(
             capture_ms=None if capture is None else capture * 1e3,
             experts=_experts(engine, given, model.config.moe.router.experts),
         )
+
+
+def _timed(step: Callable[[], Any], goes_on: Callable[[list[float]], bool]) -> list[float]:
+    """Microseconds of steps, each with its tokens in hand."""
+    us: list[float] = []
+    while goes_on(us):
+        start = time.perf_counter()
+        step()
+        us.append((time.perf_counter() - start) * 1e6)
+    return us
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ from flax import nnx
 
 from moe_jax.cache import (
     Graphs,
-    Outcome,
     Registry,
     Runtime,
     SimulatedRuntime,
@@ -33,7 +32,7 @@ from moe_jax.pallas_kernels.linear.heuristics import MAX_ROWS
 from moe_jax.sampling import Sampling, sampling
 
 from .building import load_kernels
-from .calls import Call, Calls
+from .calls import Calls
 from .ending import Life, close_at_exit
 from .generating import columns
 from .host import compiled_reference
@@ -41,8 +40,9 @@ from .memory import WEIGHTS, Memory, Weights, place_all
 from .options import PAGE_SIZE, check_count, cuda_runtime, token_limit
 from .prompts import LONG, Prompts
 from .rows import row_block
-from .sequences import Batch, Places, Sequence
+from .sequences import Places, Sequence
 from .step import Geometry, build, bytes_needed
+from .stepping import Stepper
 from .weights import check_config, check_update, module_weights
 
 
@@ -148,12 +148,8 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}
         # Remembered from step to step; None where sequences have come, gone or ended since.
         self._live: tuple[int, ...] | None = None
-        # What the device's rows are, and bring forward by themselves; None where that is not known.
-        self._batch: Batch | None = None
+        self._stepper = Stepper(self._geometry, self.memory, self.graphs, self._calls, self._sequences, self._stops)
         self._numbers = itertools.count()
-        self._doubtful: set[int] = set()
-        # Put into words when somebody asks.
-        self._last: str | tuple[Outcome, Call] = "no step was made"
         self._life = Life()
         self._lock = threading.RLock()
         close_at_exit(self, self._lock)
@@ -193,7 +189,7 @@ class Engine:
         for length in prompts:
             self._prompts.compile(check_count(where, "prompts", length, self._geometry.max_tokens))
         with self._lock, self._life.using(where):
-            self._settle()
+            self._stepper.settle()
             self.memory.write("rows", row_block(self._geometry, ()))
             for bucket in self.decode_buckets:
                 call = self._calls.decode(bucket)
@@ -330,6 +326,7 @@ class Engine:
         if isinstance(given, Decoder):
             check_config(where, given.config, self._geometry.config)
         with self._lock, self._life.using(where):
+            self._stepper.void()
             self.memory.update_weights(arrays)
             # Graphs that name the old arrays let go of them now, not at the next step of their bucket.
             self.graphs.sweep(self.memory.table)
@@ -355,9 +352,10 @@ class Engine:
     def explain_last_step(self) -> str:
         """How the last decode step ran, in which bucket, and why if it was no replay."""
         with self._lock:
-            if isinstance(self._last, str):
-                return self._last
-            outcome, call = self._last
+            last = self._stepper.last
+            if isinstance(last, str):
+                return last
+            outcome, call = last
         why = "" if outcome.reason is None else f" ({'; '.join(filter(None, (outcome.reason, outcome.detail)))})"
         return f"{outcome.kind}{why}: {call.certificate.rows} rows in a bucket of {call.certificate.bucket}"
 
@@ -374,7 +372,7 @@ class Engine:
             self._prompts.release()
             self.memory.release()
             self._sequences.clear()
-            self._live = self._batch = None
+            self._live = self._stepper.batch = None
             self._life.over = "closed"
 
     # Inside; the lock is held, but where it says so.
@@ -432,57 +430,25 @@ class Engine:
         last, size = len(prompt) - 1, self.chunk_buckets[-1]
         for start in range(0, last, size):
             chunk = prompt[start : min(start + size, last)]
-            self._settle()
+            self._stepper.settle()
             self.memory.write("rows", row_block(self._geometry, [sequence] * len(chunk), chunk, start))
             call = self._calls.prompt(len(chunk))
             self.graphs.step(call.launches, call.certificate, self.memory.table)
 
-    def _lay_out(self, numbers: tuple[int, ...]) -> Batch:
-        """Let the device's rows be these sequences, as they are; rows that it has brought there itself stay."""
-        batch = self._batch
-        if batch is None or batch.numbers != numbers:
-            self._settle()
-            for number in self._doubtful.intersection(numbers):
-                self.memory.write("finished", np.asarray([RUNNING], np.int32), 4 * self._sequences[number].place)
-            self._doubtful.difference_update(numbers)
-            sequences = [self._sequences[number] for number in numbers]
-            self.memory.write("rows", row_block(self._geometry, sequences))
-            batch = self._batch = Batch(sequences, self._stops)
-        return batch
-
-    def _settle(self) -> None:
-        """Before the device's rows become others: what they have come to is not lost."""
-        if self._batch is not None:
-            self._batch.settle()
-            self._batch = None
-
-    def _step(self, numbers: tuple[int, ...]) -> dict[int, int]:
-        if not numbers:
-            return {}
-        batch = self._lay_out(numbers)
-        before = batch.taken
+    def _step(self, numbers: tuple[int, ...], *, more: bool = False) -> dict[int, int]:
+        """As `Stepper.step`."""
+        stepper = self._stepper
         try:
-            call = self._calls.decode(len(numbers))
-            outcome = self.graphs.step(call.launches, call.certificate, self.memory.table)
-            tokens = self.memory.read("token", call.rows).tolist()
-            if batch.take(tokens):
-                self._settle()
+            return stepper.step(numbers, more=more)
+        finally:
+            # Without one a row has ended, or may have; with another one, tokens were given that may have ended some.
+            if stepper.batch is None or stepper.batch.numbers != numbers:
                 self._live = None
-            self._last = outcome, call
-            return dict(zip(numbers, tokens))  # noqa: B905 (as many as were asked for)
-        except BaseException as error:
-            # What the device has made of them is not known: the next step writes them anew, from before this one.
-            batch.taken = before
-            batch.settle()
-            self._live = self._batch = None
-            self._doubtful.update(numbers)
-            self._last = f"failed: {error}"
-            raise
 
     def _forget(self, number: int) -> None:
         """Takes the lock. Pages are given to others at once: what reads them was queued before what will write them."""
         with self._lock:
-            self._doubtful.discard(number)
+            self._stepper.forget(number)
             sequence = self._sequences.pop(number, None)
             self._live = None
             if sequence is not None:

@@ -58,7 +58,8 @@ def columns(
                     break
                 running[number] = waiting.popleft()
             with engine._lock, engine._life.using(where):
-                found = engine._step(tuple(running))
+                # Who waits joins when one has ended: then rows are laid out anew.
+                found = engine._step(tuple(running), more=not waiting and not logprobs)
                 drawn = np.asarray(list(found.values()))
                 score = token_logprobs(engine.memory.read("logits", len(drawn)), drawn) if logprobs else 0.0 * drawn
                 for (number, token), value in zip(found.items(), score.tolist(), strict=True):

@@ -108,6 +108,16 @@ class Memory:
         shape = resource.layout.shape if rows is None else (rows, *resource.layout.shape[1:])
         return self._runtime.read(resource.address, resource.layout.dtype, shape, self._stream)
 
+    def queue_read(self, name: str, rows: int, reading: Any = None) -> Any:
+        """Ask for the first ``rows`` as they are when what was queued until now is done; see `Runtime.queue_read`."""
+        resource = self._resource(name)
+        shape = (rows, *resource.layout.shape[1:])
+        return self._runtime.queue_read(resource.address, resource.layout.dtype, shape, self._stream, reading)
+
+    def finish_read(self, reading: Any) -> np.ndarray:
+        """What was asked for, when it is there; what was queued behind is not waited for."""
+        return self._runtime.finish_read(reading)
+
     def release(self) -> None:
         """Let go of everything; the stream's work is done."""
         self._copied.clear()

@@ -56,6 +56,11 @@ class Batch:
         self._least = min(sequence.limit - sequence.length for sequence in sequences)
         self.taken: tuple[int, list[int]] = 0, [sequence.newest for sequence in sequences]
 
+    @property
+    def left(self) -> int:
+        """Steps until the first sequence reaches its limit."""
+        return self._least - self.taken[0]
+
     def take(self, tokens: list[int]) -> bool:
         """A token for each, in their order; whether some have ended."""
         steps = self.taken[0] + 1

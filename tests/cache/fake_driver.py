@@ -179,6 +179,8 @@ class FakeDriver:
         return self._queue(stream, lambda: memory(target, size).__setitem__(slice(None), staged))
 
     def _cuMemcpyDtoHAsync(self, target: int, source: int, size: int, stream: Any) -> tuple[Any, ...]:
+        if target in self.pinned:
+            return self._queue(stream, lambda: memory(target, size).__setitem__(slice(None), memory(source, size)))
         error = self._advance(self.stream(stream), self.stream(stream).queued)
         if error is None:
             memory(target, size)[:] = memory(source, size)

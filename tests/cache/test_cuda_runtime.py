@@ -19,7 +19,7 @@ from toy_step import World, equal_list, kernel, step_launches
 from moe_jax.cache.cuda_runtime import STICKY, CudaGraph
 from moe_jax.cache.outcome import Reason, StoreUnusable
 from moe_jax.cache.runtime import StickyError
-from moe_jax.pallas_kernels.errors import CudaError
+from moe_jax.pallas_kernels.errors import CudaError, InvalidArgument
 
 ROWS = 2
 # Function of the driver, and what the store calls the step that fails.
@@ -96,6 +96,66 @@ def test_steps_of_every_kind_have_the_bits_of_the_oracle(made):
     world.warm(4)
     assert world.graphs.stats()["evictions"] == 1
     nothing_leaked(world, fake)
+
+
+def test_a_queued_read_gives_what_was_there_at_its_place_in_the_stream(made):
+    """The next one uses its memory and its event again, and what is queued behind one is not waited for."""
+    runtime, fake = made
+    stream = runtime.new_stream()
+    (x, _x), (y, _y) = placed(runtime, stream, np.arange(4, dtype=np.float32), np.zeros(4, np.float32))
+    loaded = runtime.load(doubling())
+    fake.calls.clear()
+    reading, seen = None, []
+    for turn in range(3):
+        runtime.launch(loaded, (x, y), stream)
+        reading = runtime.queue_read(y, "float32", (2, 2), stream, reading)
+        runtime.launch(loaded, (y, x), stream)
+        values = runtime.finish_read(reading)
+        assert values.tolist() == [[0, 2 * 4**turn], [4 * 4**turn, 6 * 4**turn]]
+        assert len(fake.stream(stream.handle).waiting) == 1
+        seen.append((reading.pinned, reading.event, values))
+    assert len({id(pinned) for pinned, _, _ in seen}) == len({id(event) for _, event, _ in seen}) == 1
+    assert seen[0][2].tolist() == [[0, 2], [4, 6]], "a copy"
+    # One event is recorded when it is made.
+    again = ["cuLaunchKernelEx", "cuMemcpyDtoHAsync", "cuEventRecord", "cuLaunchKernelEx", "cuEventSynchronize"]
+    assert fake.calls == [again[0], "cuMemAllocHost", "cuEventRecord", *again[1:], *again * 2]
+    assert len(fake.pinned) == 2
+    del reading, seen
+    gc.collect()
+    assert len(fake.pinned) == 1, "the stream's own"
+
+
+@pytest.mark.parametrize("size", [0, (1 << 16) + 1])
+def test_a_queued_read_is_of_a_few_values(made, size):
+    runtime, fake = made
+    stream = runtime.new_stream()
+    fake.calls.clear()
+    with pytest.raises(InvalidArgument, match=f"queue_read: size: got {size}, wanted 1 to 65536 bytes"):
+        runtime.queue_read(4096, "uint8", (size,), stream)
+    assert fake.calls == []
+
+
+@pytest.mark.parametrize(
+    ("call", "again"),
+    [
+        ("cuMemAllocHost", False),
+        *((call, again) for call in ("cuMemcpyDtoHAsync", "cuEventRecord") for again in (0, 1)),
+    ],
+)
+def test_a_queued_read_that_fails_leaves_no_copy_under_way(made, call, again):
+    """The event is recorded behind the copy, whose memory goes: then the stream is waited for."""
+    runtime, fake = made
+    stream = runtime.new_stream()
+    ((x, _x),) = placed(runtime, stream, np.arange(4, dtype=np.float32))
+    reading = runtime.queue_read(x, "float32", (4,), stream) if again else None
+    fake.fail(call, after=int(call == "cuEventRecord" and not again))
+    with pytest.raises(CudaError, match="CUDA_ERROR_UNKNOWN"):
+        runtime.queue_read(x, "float32", (4,), stream, reading)
+    assert bool(fake.stream(stream.handle).waiting) == (call != "cuEventRecord")
+    gc.collect()
+    assert len(fake.pinned) == 1 + again
+    runtime.synchronize(stream)
+    assert runtime.finish_read(runtime.queue_read(x, "float32", (4,), stream, reading)).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("pdl", [False, True])
@@ -204,12 +264,12 @@ def test_a_sticky_error_ends_the_store_and_the_driver_is_asked_no_more(made, err
     assert fake.calls == []
 
 
-@pytest.mark.parametrize("where", ["wait", "event_done", "synchronize", "read"])
+@pytest.mark.parametrize("where", ["wait", "event_done", "synchronize", "read", "finish_read"])
 def test_work_that_faults_is_seen_where_it_is_waited_for(made, where):
     runtime, fake = made
     stream = runtime.new_stream()
     ((x, _x),) = placed(runtime, stream, np.ones(4, np.float32))
-    event = runtime.record_event(stream)
+    event, reading = runtime.record_event(stream), runtime.queue_read(x, "float32", (4,), stream)
     assert runtime.event_done(event) is False
     fake.fail("execute", "CUDA_ERROR_ILLEGAL_ADDRESS")
     if where == "event_done":
@@ -219,6 +279,7 @@ def test_work_that_faults_is_seen_where_it_is_waited_for(made, where):
         "event_done": lambda: runtime.event_done(event),
         "synchronize": lambda: runtime.synchronize(stream),
         "read": lambda: runtime.read(x, "float32", (4,), stream),
+        "finish_read": lambda: runtime.finish_read(reading),
     }
     with pytest.raises(StickyError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
         calls[where]()

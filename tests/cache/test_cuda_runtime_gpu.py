@@ -194,6 +194,24 @@ def test_values_written_come_back_in_the_streams_order(runtime, dtype):
             np.testing.assert_array_equal(runtime.read(copy, dtype, (count,), stream), wanted)
 
 
+def test_a_queued_read_gives_the_values_before_what_is_queued_behind_it(runtime):
+    """A long copy that overwrites them, which is not waited for."""
+    stream, size = runtime.new_stream(), 1 << 26
+    (address, _a), (zeros, _z) = runtime.allocate(size), runtime.allocate(size)
+    runtime.copy(zeros, address, size, stream)
+    reading = None
+    for turn in range(20):
+        values = np.arange(turn, turn + 16, dtype=np.int32)
+        runtime.write(address, values, stream)
+        reading = runtime.queue_read(address, "int32", (4, 4), stream, reading)
+        for _ in range(4):
+            runtime.copy(address, zeros, size, stream)
+        event = runtime.record_event(stream)
+        np.testing.assert_array_equal(runtime.finish_read(reading), values.reshape(4, 4))
+        runtime.wait(event)
+        assert not runtime.read(address, "int32", (16,), stream).any()
+
+
 def test_two_engines_in_two_threads_beside_compilation_and_copies(runtime):
     def steps(seed: int) -> None:
         for _ in range(10):

@@ -96,6 +96,25 @@ def test_work_runs_when_it_is_waited_for_and_finds_what_is_there_then():
     del hold_y
 
 
+def test_a_queued_read_gives_what_was_there_at_its_place_in_the_stream():
+    runtime = SimulatedRuntime(1 << 12)
+    stream = runtime.new_stream()
+    (x, _x), (y, _y) = arrays(runtime, stream)
+    runtime.launch(runtime.load(spec()), (x, y), stream)
+    first = runtime.queue_read(y, "float32", (3,), stream)
+    runtime.launch(runtime.load(spec()), (y, y), stream)
+    second = runtime.queue_read(y, "float32", (4,), stream)
+    runtime.launch(runtime.load(spec()), (y, y), stream)
+    assert runtime.executed.total() == 0
+    values = runtime.finish_read(first)
+    assert values.tolist() == [0, 2, 4] and runtime.executed["double"] == 1, "what is behind it has not run"
+    values[:] = 9
+    assert runtime.finish_read(first).tolist() == [0, 2, 4]
+    assert runtime.finish_read(second).tolist() == [0, 4, 8, 12] and runtime.executed["double"] == 2
+    third = runtime.queue_read(y, "float32", (1, 4), stream, second)
+    assert runtime.finish_read(third).tolist() == [[0, 8, 16, 24]]
+
+
 def test_a_replay_reads_through_the_recorded_addresses():
     runtime = SimulatedRuntime(1 << 12)
     stream = runtime.new_stream()
@@ -134,13 +153,27 @@ def test_an_update_needs_the_same_kernels():
 
 
 @pytest.mark.parametrize(
-    "call", ["load", "synchronize", "wait", "allocate", "destroy", "read", "write", "launch", "upload"]
+    "call",
+    [
+        "load",
+        "synchronize",
+        "wait",
+        "allocate",
+        "destroy",
+        "read",
+        "write",
+        "launch",
+        "upload",
+        "queue_read",
+        "finish_read",
+    ],
 )
 def test_what_may_not_happen_in_a_capturing_thread_spoils_the_capture(call):
     runtime = SimulatedRuntime(1 << 12)
     stream = runtime.new_stream()
     (x, _x), (y, _y) = arrays(runtime, stream)
     loaded, event = runtime.load(spec()), runtime.record_event(stream)
+    reading = runtime.queue_read(x, "float32", (4,), stream)
     executable = runtime.instantiate(runtime.end_capture(runtime.begin_capture(stream)))
     capture = runtime.begin_capture(stream)
     forbidden = {
@@ -151,6 +184,8 @@ def test_what_may_not_happen_in_a_capturing_thread_spoils_the_capture(call):
         "destroy": lambda: runtime.destroy(executable),
         "read": lambda: runtime.read(x, "float32", (4,), stream),
         "write": lambda: runtime.write(x, np.zeros(4), stream),
+        "queue_read": lambda: runtime.queue_read(x, "float32", (4,), stream),
+        "finish_read": lambda: runtime.finish_read(reading),
         "launch": lambda: runtime.launch(loaded, (x, y), stream),
         "upload": lambda: runtime.upload(executable, stream),
     }

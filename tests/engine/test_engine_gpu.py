@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_pairs import LONG, WARM_UP, Pair, device, make, pair
-from engines import MAIN, OPTIONS, PROMPTS, last, other_model, turned_model
+from engines import MAIN, OPTIONS, PROMPTS, ending_with, last, other_model, turned_model
 from flax import nnx
 
 import moe_jax
@@ -61,6 +61,41 @@ def test_replays_of_the_shipped_model_equal_direct_steps(make):
     engine = make(model, max_sequences=2, max_tokens=64, page_size=8, chunk=4)
     texts = ["And David said", "The words of the wise"]
     assert assert_replay_equals_direct(engine, texts, steps=3) == 3 * 3
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_generate_runs_ahead_and_gives_the_tokens_of_steps_that_wait(make, count):
+    """To the limit, and with an end token in the middle; every step is a replay, one of them at most for nothing."""
+    prompts, steps = PROMPTS[:count], 24
+    engine = make(tiny_model(MAIN), **OPTIONS)
+    engine.warmup()
+    wanted = waited_for(engine, prompts, steps)
+    for end in (None, wanted[0][5], wanted[-1][9]):
+        ends = engine if end is None else make(ending_with(end), **OPTIONS)
+        ends.warmup()
+        before = ends.stats()
+        found = ends.generate(prompts, max_new_tokens=steps, stop=end).tolist()
+        after = ends.stats()
+        cut = [row[: row.index(end) + 1] if end in row else row for row in wanted]
+        assert [row[: len(own)] for row, own in zip(found, cut, strict=True)] == cut
+        assert waited_for(ends, prompts, steps) == cut
+        longest = max(map(len, cut))
+        assert longest <= after["replays"] - before["replays"] <= longest + 1
+        assert after["captures"] == before["captures"]
+        assert [key for key, n in after["declines"].items() if n != before["declines"].get(key, 0)] in ([], ["prompt"])
+
+
+def waited_for(engine: Engine, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Tokens of each prompt, by steps that never run ahead."""
+    numbers = engine.prefill(prompts, max_new_tokens=count)
+    found: dict[int, list[int]] = {number: [] for number in numbers}
+    for _ in range(count):
+        for number, token in engine.step().items():
+            found[number].append(token)
+            assert last(engine).kind == "replay"
+    for number in numbers:
+        engine.release(number)
+    return list(found.values())
 
 
 def test_rows_4_3_2_1_4_keep_the_graph_of_four(pair):

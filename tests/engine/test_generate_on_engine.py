@@ -152,8 +152,8 @@ def test_a_stream_gives_each_step_as_soon_as_it_is_there(model):
     for step in model.generate(THREE, stream=True, logprobs=True, **SIMULATE):
         steps.append(step)
         engine = engine or engine_of(model)
-        if engine._batch is not None:
-            engine._batch.settle()
+        if engine._stepper.batch is not None:
+            engine._stepper.batch.settle()
         assert [sequence.length for sequence in engine._sequences.values()] in (
             [len(prompt) + len(steps) for prompt in THREE],
             [],

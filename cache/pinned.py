@@ -1,0 +1,57 @@
+"""Host memory that a CUDA device writes into by itself, and what has been asked for and is on its way there."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+# Up to here what is read goes through pinned memory: one wait, where pageable memory takes two and another copy.
+PINNED_BYTES = 1 << 16
+
+
+class PinnedMemory:
+    """Memory of the host that the device writes into, for one reader at a time, who holds ``lock``.
+
+    Attributes:
+        address, values: of the same `PINNED_BYTES` bytes.
+    """
+
+    def __init__(self, driver: Any, context: Any, address: int):
+        self.address, self.lock = address, threading.Lock()
+        self.values = np.frombuffer((ctypes.c_ubyte * PINNED_BYTES).from_address(address), np.uint8)
+        free = weakref.finalize(self, _free_pinned, driver, context, address)
+        free.atexit = False  # the driver may be gone by then, and the memory goes with the process
+
+
+@dataclass(eq=False)
+class CudaReading:
+    """A copy to the host that has been queued, into memory of its own; the next one may use it again.
+
+    Attributes:
+        event: done when the copy is.
+        dtype, shape: of what is read.
+    """
+
+    pinned: PinnedMemory = field(repr=False)
+    event: Any
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def values(self) -> np.ndarray:
+        """A copy of what has come."""
+        values = np.empty(self.shape, self.dtype)
+        values.reshape(-1).view(np.uint8)[:] = self.pinned.values[: values.nbytes]
+        return values
+
+
+def _free_pinned(driver: Any, context: Any, address: int) -> None:
+    """In any thread, whose context stays what it was; what a lost context does not take back goes with the process."""
+    driver.cuCtxPushCurrent(context)
+    driver.cuMemFreeHost(address)
+    driver.cuCtxPopCurrent()

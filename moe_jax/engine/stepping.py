@@ -1,0 +1,188 @@
+"""Decode steps of an engine: the device's rows, and what they have come to on the host.
+
+A step may run ahead: it is queued before the tokens of the one before it are read, so the device does not wait for the
+host. A row's bits depend on no other row, so its tokens are those of any later moment: they are given when its
+sequences are stepped again, whoever has used the device's rows meanwhile. Only new weights make them void.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from moe_jax.cache import Graphs, Outcome, StickyError
+from moe_jax.pallas_kernels.advance.specs import RUNNING
+from moe_jax.pallas_kernels.errors import MoeJaxError
+
+from .calls import Call, Calls
+from .memory import Memory
+from .rows import row_block
+from .sequences import Batch, Sequence
+from .step import Geometry
+
+Run = tuple[Outcome, Call]
+
+
+class Stepper:
+    """Makes the decode steps of an engine. Not thread-safe: its owner locks.
+
+    Args:
+        sequences: of the engine, by number; they are the owner's, and changed here.
+        stops: tokens that end a sequence.
+
+    Attributes:
+        graphs: what steps run through.
+        batch: what the device's rows are, and bring forward by themselves; None where that is not known.
+        last: how the last step whose tokens were given ran, or words.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        memory: Memory,
+        graphs: Graphs,
+        calls: Calls,
+        sequences: Mapping[int, Sequence],
+        stops: frozenset[int],
+    ):
+        self._geometry, self._memory, self.graphs, self._calls = geometry, memory, graphs, calls
+        self._sequences, self._stops = sequences, stops
+        self.batch: Batch | None = None
+        self.last: str | Run = "no step was made"
+        # The next step of the batch, where it is queued.
+        self._ahead: Run | None = None
+        # Tokens of such a step whose rows have become others', by sequence, and how it ran.
+        self._drawn: dict[int, tuple[int, Run]] = {}
+        # Sequences that the device may have brought further than the host.
+        self._doubtful: set[int] = set()
+        self._reading: Any = None
+
+    def step(self, numbers: tuple[int, ...], *, more: bool = False) -> dict[int, int]:
+        """A token for each of these sequences. ``batch`` is None afterwards if one of the device's rows has ended.
+
+        Args:
+            more: the caller will step the same ones again, but for those that end, and reads no logits in between: the
+                next step is queued as well, if this one was a replay.
+
+        Raises:
+            CudaError: the step did not run; no sequence has changed.
+        """
+        if not numbers:
+            return {}
+        if self.batch is None or self.batch.numbers != numbers:
+            if not self._drawn.keys() >= set(numbers):
+                self.settle()
+            # Now also what was drawn for a batch of which some have gone.
+            if self._drawn.keys() >= set(numbers):
+                return self._give(numbers)
+        batch = self._lay_out(numbers)
+        before = batch.taken
+        try:
+            run, self._ahead = self._ahead or self._queued(numbers), None
+            outcome, call = run
+            if more and outcome.kind == "replay" and batch.left > 1:
+                tokens = self._read_with_next(numbers, call.rows)
+            else:
+                tokens = self._memory.read("token", call.rows).tolist()
+            ended = batch.take(tokens)
+            if self.batch is not batch:
+                batch.settle()
+            elif ended:
+                self.settle()
+            self.last = run
+            return dict(zip(numbers, tokens))  # noqa: B905 (as many as were asked for)
+        except BaseException as error:
+            # What the device has made of them is not known: the next step writes them anew, from before this one.
+            batch.taken = before
+            batch.settle()
+            self.batch = self._ahead = None
+            self._doubt(numbers)
+            self.last = f"failed: {error}"
+            raise
+
+    def settle(self) -> None:
+        """Before the device's rows become others: what they have come to is not lost."""
+        batch, ahead = self.batch, self._ahead
+        if batch is None:
+            return
+        batch.settle()
+        running: list[int] = []
+        if ahead is not None:
+            running = [n for n in batch.numbers if n in self._sequences and not self._sequences[n].ended]
+            self._doubt(running)  # until the tokens are here
+        # Before they are read: where that fails, the device's rows are not what the host takes them for.
+        self.batch = self._ahead = None
+        if ahead is not None and running:
+            tokens = dict(zip(batch.numbers, self._memory.read("token", ahead[1].rows).tolist(), strict=True))
+            # A stream that is collected meanwhile gives up its own.
+            self._drawn |= {n: (tokens[n], ahead) for n in running if n in self._sequences}
+            self._doubtful.difference_update(running)
+
+    def void(self) -> None:
+        """No token that was drawn already is given: the next steps draw anew, from where the host is."""
+        self.settle()
+        self._doubt(list(self._drawn))
+
+    def forget(self, number: int) -> None:
+        """A sequence that is no more."""
+        self._doubtful.discard(number)
+        self._drawn.pop(number, None)
+
+    def _give(self, numbers: tuple[int, ...]) -> dict[int, int]:
+        """What was drawn for these sequences."""
+        found = [self._drawn[number] for number in numbers]
+        tokens = [token for token, _ in found]
+        batch = Batch([self._sequences[number] for number in numbers], self._stops)
+        before = batch.taken
+        try:
+            batch.take(tokens)
+            batch.settle()
+            for number in numbers:
+                del self._drawn[number]
+            self.last = found[0][1]
+            return dict(zip(numbers, tokens, strict=True))
+        except BaseException as error:
+            batch.taken = before
+            batch.settle()
+            self._doubt(numbers)
+            self.last = f"failed: {error}"
+            raise
+
+    def _lay_out(self, numbers: tuple[int, ...]) -> Batch:
+        """Let the device's rows be these sequences, as they are; rows that it has brought there itself stay."""
+        batch = self.batch
+        if batch is None:
+            self._doubt(self._drawn.keys() & set(numbers))  # not of all of them: none is given
+            for number in self._doubtful.intersection(numbers):
+                place = self._sequences[number].place
+                self._memory.write("finished", np.asarray([RUNNING], np.int32), 4 * place)
+            self._doubtful.difference_update(numbers)
+            sequences = [self._sequences[number] for number in numbers]
+            self._memory.write("rows", row_block(self._geometry, sequences))
+            batch = self.batch = Batch(sequences, self._stops)
+        return batch
+
+    def _doubt(self, numbers: Iterable[int]) -> None:
+        numbers = list(numbers)
+        self._doubtful.update(numbers)
+        for number in numbers:
+            self._drawn.pop(number, None)
+
+    def _queued(self, numbers: tuple[int, ...]) -> Run:
+        call = self._calls.decode(len(numbers))
+        return self.graphs.step(call.launches, call.certificate, self._memory.table), call
+
+    def _read_with_next(self, numbers: tuple[int, ...], rows: int) -> list[int]:
+        """The tokens of the step that was queued last, while the next one runs."""
+        self._reading = self._memory.queue_read("token", rows, self._reading)
+        try:
+            self._ahead = self._queued(numbers)
+        except StickyError:
+            raise
+        except MoeJaxError:
+            # Told when that step is asked for. Of this one some launches may run, so it is not known what rows are.
+            self.batch = None
+            self._doubtful.update(numbers)
+        return self._memory.finish_read(self._reading).tolist()
