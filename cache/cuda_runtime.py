@@ -251,14 +251,14 @@ class CudaRuntime:
         if not 0 < size <= PINNED_BYTES:
             wanted = f"1 to {PINNED_BYTES} bytes"
             raise InvalidArgument("size", where="CudaRuntime.queue_read", got=size, wanted=wanted)
+        # Everything is made before something is queued that has to be waited for.
         pinned = self._pinned("queue_read") if reading is None else reading.pinned
-        # An event is made before anything is queued that has to be waited for.
         event = self.record_event(stream) if reading is None else reading.event
-        self._queue("queue_read", stream, driver.cuMemcpyDtoHAsync, pinned.address, address, size)
         try:
+            self._queue("queue_read", stream, driver.cuMemcpyDtoHAsync, pinned.address, address, size)
             self.record_event(stream, event)
-        except CudaError:
-            self.synchronize(stream)  # the memory goes
+        except BaseException:
+            self.synchronize(stream)  # the memory may go
             raise
         return CudaReading(pinned, event, dtype, shape)
 

@@ -128,8 +128,8 @@ class LaunchList:
 
     Raises:
         InvalidArgument: a name given twice or not at all, an operand past the end of its buffer, not aligned or of
-            another dtype, or another number of operands than the kernel's; memory that a kernel reads before it waits
-            (`KernelSpec.early`) and a launch before it writes, or nothing that such reads wait for at the list's begin.
+            another dtype, or another number of operands than the kernel's; memory that a launch reads early
+            (`KernelSpec.early`) and it or one before it writes; early reads where the first launch does not open.
     """
 
     buffers: tuple[Buffer, ...]
@@ -154,23 +154,26 @@ class LaunchList:
         self._check_early(where)
 
     def _check_early(self, where: str) -> None:
+        first = self.launches[0] if self.launches else None
+        opened = not isinstance(first, Launch) or first.spec.opens or not first.spec.pdl
         written: dict[str, list[tuple[int, int, int]]] = {}
         for index, launch in enumerate(self.launches):
-            if isinstance(launch, Launch) and launch.spec.pdl and launch.spec.early:
-                first = self.launches[0]
-                if isinstance(first, Launch) and first.spec.pdl and not first.spec.opens:
-                    got, wanted = f"{first.spec.name}", f"one that opens the step ({launch.spec.name} reads early)"
-                    raise InvalidArgument("first launch", where=where, got=got, wanted=wanted)
-                for name, place, size in _accesses(launch, early=True):
-                    for begin, end, writer in written.get(place.buffer, ()):
-                        if begin < place.offset + size and place.offset < end:
-                            got = f"{place.buffer}, written by launch {writer}"
-                            wanted = "memory that no launch before writes, as it is read before they are waited for"
-                            raise InvalidArgument(
-                                name, where=f"{where}[{index}] ({launch.spec.name})", got=got, wanted=wanted
-                            )
-            for _, place, size in _accesses(launch, early=False):
+            for place, size in _written(launch):
                 written.setdefault(place.buffer, []).append((place.offset, place.offset + size, index))
+            for name, place, size in _read_early(launch):
+                where_launch = f"{where}[{index}] ({self._name(index)}): {name}"
+                if not opened:
+                    wanted = "a list whose first launch opens the step, as this is read before a wait"
+                    raise InvalidArgument("early read", where=where_launch, got=self._name(0), wanted=wanted)
+                for begin, end, writer in written.get(place.buffer, ()):
+                    if begin < place.offset + size and place.offset < end:
+                        got = f"{place.buffer}, which launch {writer} ({self._name(writer)}) writes"
+                        wanted = "memory that neither it nor a launch before writes"
+                        raise InvalidArgument("early read", where=where_launch, got=got, wanted=wanted)
+
+    def _name(self, index: int) -> str:
+        launch = self.launches[index]
+        return "copy" if isinstance(launch, Copy) else launch.spec.name
 
     def _check(self, where: str, place: Operand, size: int, dtype: str | None) -> None:
         buffer = self.by_name.get(place.buffer)
@@ -262,16 +265,20 @@ def argument_bytes(argument: Argument) -> int:
     return math.prod(argument.shape) * np.dtype(argument.dtype).itemsize
 
 
-def _accesses(launch: Launch | Copy, *, early: bool) -> list[tuple[str, Operand, int]]:
-    """What a launch reads before it waits, or what it writes: argument, place and bytes."""
+def _read_early(launch: Launch | Copy) -> list[tuple[str, Operand, int]]:
+    """What a launch may read before it waits for the one before: argument, place and bytes."""
+    if isinstance(launch, Copy) or not launch.spec.pdl:
+        return []
+    arguments = zip(launch.spec.arguments, launch.operands, strict=True)
+    return [(a.name, place, argument_bytes(a)) for a, place in arguments if a.name in launch.spec.early]
+
+
+def _written(launch: Launch | Copy) -> list[tuple[Operand, int]]:
+    """What a launch writes: places and bytes."""
     if isinstance(launch, Copy):
-        return [] if early else [("target", launch.target, launch.bytes)]
-    spec = launch.spec
-    return [
-        (argument.name, place, argument_bytes(argument))
-        for argument, place in zip(spec.arguments, launch.operands, strict=True)
-        if (argument.name in spec.early if early else argument.role != "in")
-    ]
+        return [(launch.target, launch.bytes)]
+    arguments = zip(launch.spec.arguments, launch.operands, strict=True)
+    return [(place, argument_bytes(a)) for a, place in arguments if a.role != "in"]
 
 
 def _operands(launch: Launch | Copy) -> tuple[Operand, ...]:

@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from .runtime import READ_BYTES
+
 # Up to here what is read goes through pinned memory: one wait, where pageable memory takes two and another copy.
-PINNED_BYTES = 1 << 16
+PINNED_BYTES = READ_BYTES
 
 
 class PinnedMemory:
-    """Memory of the host that the device writes into, for one reader at a time, who holds ``lock``.
+    """Memory of the host that the device writes into. A stream's own is shared, and read under ``lock``; that of a
+    `CudaReading` is the reading's alone.
 
     Attributes:
         address, values: of the same `PINNED_BYTES` bytes.

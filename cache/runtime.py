@@ -35,6 +35,9 @@ from jaxtyping import Array
 from moe_jax.pallas_kernels.errors import CudaError
 from moe_jax.pallas_kernels.spec import KernelSpec
 
+READ_BYTES = 1 << 16
+"""Most that `Runtime.queue_read` takes."""
+
 Stream = Any
 Kernel = Any
 Capture = Any
@@ -170,8 +173,12 @@ class Runtime(Protocol):
         """Queue a copy of a few values from the device to the host, behind what was queued until now.
 
         Args:
-            reading: one whose values were taken or are not wanted any more, and that is behind this one in the same
-                stream: its memory is used again.
+            reading: one that was queued before on the same stream, whose values were taken or are not wanted any more.
+                Its memory is used again, and it is not to be finished afterwards. It has to live until the call has
+                returned.
+
+        Raises:
+            InvalidArgument: not 1 to 65536 bytes.
         """
         ...
 

@@ -33,7 +33,7 @@ from moe_jax.pallas_kernels.spec import GIVEN, KernelSpec
 
 from .address_space import POISON, AddressSpace, Capsule
 from .arrays import check_array
-from .runtime import StickyError
+from .runtime import READ_BYTES, StickyError
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,15 +298,19 @@ class SimulatedRuntime:
         stream: SimulatedStream,
         reading: SimulatedReading | None = None,
     ) -> SimulatedReading:
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        if not 0 < size <= READ_BYTES:
+            wanted = f"1 to {READ_BYTES} bytes"
+            raise InvalidArgument("size", where="SimulatedRuntime.queue_read", got=size, wanted=wanted)
         with self._call("queue_read", using=stream):
-            reading = SimulatedReading(stream)
+            found = reading or SimulatedReading(stream)
 
-            def work(reading: SimulatedReading = reading) -> None:
-                reading.values = self._array(address, dtype, shape).copy()
+            def work() -> None:
+                found.values = self._array(address, dtype, shape).copy()
 
             self._queue(stream, work)
-            reading.at = stream.queued
-            return reading
+            found.at, found.values = stream.queued, None
+            return found
 
     def finish_read(self, reading: SimulatedReading) -> np.ndarray:
         with self._call("finish_read", forbidden_in_capture=True):

@@ -72,7 +72,7 @@ def assert_replay_equals_direct(engine: Engine, prompts: Sequence[Any], *, steps
     engine.warmup()
     store, numbers = engine.graphs, []
     twice: Any = _Twice(engine)
-    engine.graphs = engine._stepper.graphs = twice
+    engine.graphs = twice
     try:
         for prompt in prompts:
             numbers += engine.prefill(prompt, **options)
@@ -83,7 +83,7 @@ def assert_replay_equals_direct(engine: Engine, prompts: Sequence[Any], *, steps
             for _ in range(steps):
                 engine.step()
     finally:
-        engine.graphs = engine._stepper.graphs = store
+        engine.graphs = store
         twice.direct.close()
         for number in numbers:
             engine.release(number)

@@ -64,8 +64,8 @@ class KernelSpec:
         enable_fp_fusion: contraction of multiply and add; stated because Triton's default is changing.
         pdl: launched with programmatic dependent launch; before it waits for the launch before, the function reads
             nothing but arguments that ``early`` names, and writes nothing.
-        early: names of ``"in"`` arguments. While launches run that may still run when this one begins, nobody writes
-            them: weights, and what does not change during a step (`LaunchList` checks the latter).
+        early: names of ``"in"`` arguments that may be read before the wait: nobody writes them from the begin of the
+            launch list until the launch has ended (`LaunchList` checks that within a list).
         opens: with ``pdl`` the next launch begins only when the function has waited: then all before it has ended, for
             every launch behind it. The first launch of a list does that, so that ``early`` ends at the list's begin.
         reference: ``jax.numpy`` function of the `inputs` that returns the new contents of the ``"inout"`` arguments and
@@ -103,9 +103,9 @@ class KernelSpec:
                 wanted="in, inout and state before out and scratch",
             )
         read = {a.name for a in self.arguments if a.role == "in"}
-        if not read.issuperset(self.early):
-            where = f"KernelSpec({self.name!r})"
-            raise InvalidArgument("early", where=where, got=self.early, wanted=f"some of {sorted(read)}")
+        if not read.issuperset(self.early) or (self.opens and self.early):
+            wanted = "none, as it opens" if self.opens else f"some of {sorted(read)}"
+            raise InvalidArgument("early", where=f"KernelSpec({self.name!r})", got=self.early, wanted=wanted)
         unknown = [a.dtype for a in self.arguments if a.dtype not in DTYPES]
         if unknown:
             raise InvalidArgument("dtype", where=f"KernelSpec({self.name!r})", got=unknown, wanted=", ".join(DTYPES))

@@ -63,7 +63,7 @@ class Engine:
     Attributes:
         decode_buckets: row counts that decode steps are built for.
         chunk_buckets: row counts that prompt chunks are built for.
-        graphs, registry, memory: the store of graphs, the manifests, and device memory by name; for tests and tools.
+        registry, memory: the manifests, and device memory by name; for tests and tools.
     """
 
     def __init__(
@@ -137,22 +137,31 @@ class Engine:
         self.registry = Registry()
         self.registry.accept(self._steps.manifest)
         self._calls = Calls(self._steps, self.registry)
-        self.graphs = Graphs(self.runtime, self.registry, mode=graphs, max_entries=max_entries, max_bytes=max_bytes)
-        self.memory = Memory(self.runtime, self.graphs.stream, weights)
+        store = Graphs(self.runtime, self.registry, mode=graphs, max_entries=max_entries, max_bytes=max_bytes)
+        self.memory = Memory(self.runtime, store.stream, weights)
         place_all(self.memory, self._geometry, self._steps, arrays, self._stop_list)
         # Held for as long as the engine lives: a graph that is evicted takes no kernel with it.
         self._kernels = load_kernels(self.runtime, self._steps)
-        device_state = self.memory, self.runtime, self.graphs.stream
+        device_state = self.memory, self.runtime, store.stream
         self._prompts = Prompts(self._geometry, model.module, *device_state, model.executables, long_prompts)
         self._places = Places(max_sequences, self._geometry.pages)
         self._sequences: dict[int, Sequence] = {}
         # Remembered from step to step; None where sequences have come, gone or ended since.
         self._live: tuple[int, ...] | None = None
-        self._stepper = Stepper(self._geometry, self.memory, self.graphs, self._calls, self._sequences, self._stops)
+        self._stepper = Stepper(self._geometry, self.memory, store, self._calls, self._sequences, self._stops)
         self._numbers = itertools.count()
         self._life = Life()
         self._lock = threading.RLock()
         close_at_exit(self, self._lock)
+
+    @property
+    def graphs(self) -> Graphs:
+        """The store of graphs that all steps run through; for tests and tools, which may put another one there."""
+        return self._stepper.graphs
+
+    @graphs.setter
+    def graphs(self, store: Graphs) -> None:
+        self._stepper.graphs = store
 
     def __enter__(self) -> Engine:
         return self
@@ -372,7 +381,8 @@ class Engine:
             self._prompts.release()
             self.memory.release()
             self._sequences.clear()
-            self._live = self._stepper.batch = None
+            self._stepper.close()
+            self._live = None
             self._life.over = "closed"
 
     # Inside; the lock is held, but where it says so.
@@ -441,8 +451,9 @@ class Engine:
         try:
             return stepper.step(numbers, more=more)
         finally:
-            # Without one a row has ended, or may have; with another one, tokens were given that may have ended some.
-            if stepper.batch is None or stepper.batch.numbers != numbers:
+            # Without one a row may have ended; with another one, tokens were given that may have ended some.
+            batch = stepper.batch
+            if batch is None or batch.ended or batch.numbers != numbers:
                 self._live = None
 
     def _forget(self, number: int) -> None:

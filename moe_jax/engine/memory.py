@@ -16,6 +16,7 @@ from jaxtyping import Array, Int32
 
 from moe_jax.cache import Buffer, Resource, ResourceTable, Runtime, dense, next_serial
 from moe_jax.cache.resources import Use
+from moe_jax.cache.runtime import Reading
 from moe_jax.errors import InvalidArgument
 
 from .rows import row_block
@@ -108,13 +109,13 @@ class Memory:
         shape = resource.layout.shape if rows is None else (rows, *resource.layout.shape[1:])
         return self._runtime.read(resource.address, resource.layout.dtype, shape, self._stream)
 
-    def queue_read(self, name: str, rows: int, reading: Any = None) -> Any:
+    def queue_read(self, name: str, rows: int, reading: Reading | None = None) -> Reading:
         """Ask for the first ``rows`` as they are when what was queued until now is done; see `Runtime.queue_read`."""
         resource = self._resource(name)
         shape = (rows, *resource.layout.shape[1:])
         return self._runtime.queue_read(resource.address, resource.layout.dtype, shape, self._stream, reading)
 
-    def finish_read(self, reading: Any) -> np.ndarray:
+    def finish_read(self, reading: Reading) -> np.ndarray:
         """What was asked for, when it is there; what was queued behind is not waited for."""
         return self._runtime.finish_read(reading)
 

@@ -47,6 +47,7 @@ class Batch:
     Attributes:
         numbers: of the sequences, in the order of their rows.
         taken: how many steps, and the newest token of each sequence. To put back an earlier value undoes steps.
+        ended: some of them have, by the last step.
     """
 
     def __init__(self, sequences: Items[Sequence], stops: frozenset[int]):
@@ -55,6 +56,7 @@ class Batch:
         self._lengths = tuple(sequence.length for sequence in sequences)
         self._least = min(sequence.limit - sequence.length for sequence in sequences)
         self.taken: tuple[int, list[int]] = 0, [sequence.newest for sequence in sequences]
+        self.ended = False
 
     @property
     def left(self) -> int:
@@ -65,7 +67,8 @@ class Batch:
         """A token for each, in their order; whether some have ended."""
         steps = self.taken[0] + 1
         self.taken = steps, tokens
-        return steps >= self._least or not self._stops.isdisjoint(tokens)
+        self.ended = steps >= self._least or not self._stops.isdisjoint(tokens)
+        return self.ended
 
     def settle(self) -> None:
         """Let the sequences be what they have come to; again, if it was interrupted or steps were undone."""

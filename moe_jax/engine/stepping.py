@@ -8,11 +8,11 @@ sequences are stepped again, whoever has used the device's rows meanwhile. Only 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
 from moe_jax.cache import Graphs, Outcome, StickyError
+from moe_jax.cache.runtime import Reading
 from moe_jax.pallas_kernels.advance.specs import RUNNING
 from moe_jax.pallas_kernels.errors import MoeJaxError
 
@@ -57,21 +57,25 @@ class Stepper:
         self._drawn: dict[int, tuple[int, Run]] = {}
         # Sequences that the device may have brought further than the host.
         self._doubtful: set[int] = set()
-        self._reading: Any = None
+        # Its memory is made here, and lives as long as steps do.
+        self._reading: Reading | None = memory.queue_read("token", 1)
+        memory.finish_read(self._reading)
 
     def step(self, numbers: tuple[int, ...], *, more: bool = False) -> dict[int, int]:
-        """A token for each of these sequences. ``batch`` is None afterwards if one of the device's rows has ended.
+        """A token for each of these sequences.
 
         Args:
             more: the caller will step the same ones again, but for those that end, and reads no logits in between: the
                 next step is queued as well, if this one was a replay.
 
         Raises:
-            CudaError: the step did not run; no sequence has changed.
+            CudaError: the step has not counted: no sequence has changed, and the call may be made again.
+            NotReplayed: ``graphs="strict"`` and no graph could be replayed.
         """
         if not numbers:
             return {}
-        if self.batch is None or self.batch.numbers != numbers:
+        batch = self.batch
+        if batch is None or batch.ended or batch.numbers != numbers:
             if not self._drawn.keys() >= set(numbers):
                 self.settle()
             # Now also what was drawn for a batch of which some have gone.
@@ -90,7 +94,9 @@ class Stepper:
             if self.batch is not batch:
                 batch.settle()
             elif ended:
-                self.settle()
+                # What the others have drawn already is looked at when it is asked for: these tokens need not wait.
+                batch.settle()
+                self.batch = batch if self._ahead else None
             self.last = run
             return dict(zip(numbers, tokens))  # noqa: B905 (as many as were asked for)
         except BaseException as error:
@@ -122,8 +128,18 @@ class Stepper:
 
     def void(self) -> None:
         """No token that was drawn already is given: the next steps draw anew, from where the host is."""
-        self.settle()
+        if self.batch is not None:
+            self.batch.settle()
+            if self._ahead is not None:
+                self._doubt(n for n in self.batch.numbers if n in self._sequences and not self._sequences[n].ended)
+            self.batch = self._ahead = None
         self._doubt(list(self._drawn))
+
+    def close(self) -> None:
+        """Let go of everything; the stream's work is done."""
+        self.batch = self._ahead = self._reading = None
+        self._drawn.clear()
+        self._doubtful.clear()
 
     def forget(self, number: int) -> None:
         """A sequence that is no more."""
@@ -182,7 +198,7 @@ class Stepper:
         except StickyError:
             raise
         except MoeJaxError:
-            # Told when that step is asked for. Of this one some launches may run, so it is not known what rows are.
+            # It is made again when it is asked for. Some of its launches may run, so it is not known what rows are.
             self.batch = None
             self._doubtful.update(numbers)
         return self._memory.finish_read(self._reading).tolist()

@@ -133,18 +133,21 @@ READS = toy_launch("attend", POSITION)
 @pytest.mark.parametrize(
     ("launches", "problem"),
     [
-        ((READS,), r"LaunchList: first launch: got attend, wanted one that opens the step \(attend reads early\)"),
+        (
+            (READS,),
+            r"LaunchList\[0\] \(attend\): position: early read: got attend, wanted a list whose first launch opens",
+        ),
         (
             (toy_launch("embed", POSITION, early=()), READS),
-            r"first launch: got embed, wanted one that opens the step \(attend reads early\)",
+            r"LaunchList\[1\] \(attend\): position: early read: got embed, wanted a list whose first launch opens",
         ),
         (
             (OPENS, toy_launch("advance", POSITION, role="inout"), READS),
-            r"LaunchList\[2\] \(attend\): position: got position, written by launch 1, "
-            "wanted memory that no launch before writes",
+            r"LaunchList\[2\] \(attend\): position: early read: got position, which launch 1 \(advance\) writes, "
+            "wanted memory that neither it nor a launch before writes",
         ),
-        ((OPENS, toy_launch("make", Operand("arena"), y="position"), READS), "got position, written by launch 1"),
-        ((OPENS, Copy(POSITION, Operand("x"), 4), READS), "got position, written by launch 1"),
+        ((OPENS, toy_launch("make", Operand("arena"), y="position"), READS), r"got position, which launch 1 \(make\)"),
+        ((OPENS, Copy(POSITION, Operand("x"), 4), READS), r"got position, which launch 1 \(copy\)"),
         # Its own last bytes, and its first ones.
         ((OPENS, Copy(Operand("arena", 48), Operand("x"), 8), toy_launch("attend", Operand("arena", 32))), "got arena"),
         ((OPENS, Copy(Operand("arena"), Operand("x"), 32), toy_launch("attend", Operand("arena", 16))), "got arena"),
@@ -155,10 +158,11 @@ READS = toy_launch("attend", POSITION)
                 READS,
                 toy_launch("a", Operand("arena", 64)),
             ),
-            r"LaunchList\[3\] \(a\): position: got arena, written by launch 1",
+            r"LaunchList\[3\] \(a\): position: early read: got arena, which launch 1 \(make\)",
         ),
-        # By the first launch as well.
-        ((toy_launch("embed", POSITION, y="position", early=(), opens=True), READS), "written by launch 0"),
+        # By the first launch as well, and by itself: one program may write while another has not read.
+        ((toy_launch("embed", POSITION, y="position", early=(), opens=True), READS), r"which launch 0 \(embed\)"),
+        ((OPENS, toy_launch("attend", POSITION, y="position")), r"got position, which launch 1 \(attend\) writes"),
     ],
 )
 def test_memory_read_before_the_wait_is_written_by_no_launch_before(launches, problem):

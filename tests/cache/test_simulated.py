@@ -112,7 +112,10 @@ def test_a_queued_read_gives_what_was_there_at_its_place_in_the_stream():
     assert runtime.finish_read(first).tolist() == [0, 2, 4]
     assert runtime.finish_read(second).tolist() == [0, 4, 8, 12] and runtime.executed["double"] == 2
     third = runtime.queue_read(y, "float32", (1, 4), stream, second)
+    assert second.values is None, "its memory is used again"
     assert runtime.finish_read(third).tolist() == [[0, 8, 16, 24]]
+    with pytest.raises(InvalidArgument, match="queue_read: size: got 0, wanted 1 to 65536 bytes"):
+        runtime.queue_read(y, "float32", (0,), stream)
 
 
 def test_a_replay_reads_through_the_recorded_addresses():

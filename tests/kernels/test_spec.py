@@ -70,6 +70,11 @@ def test_only_what_is_read_and_not_written_may_be_read_early(name):
         dataclasses.replace(spec, early=("position_ptr", name))
 
 
+def test_who_opens_a_step_reads_nothing_early():
+    with pytest.raises(InvalidArgument, match=r"early: got \('cos_ptr', 'position_ptr'\), wanted none, as it opens"):
+        dataclasses.replace(append_spec(), early=("cos_ptr", "position_ptr"), opens=True)
+
+
 @pytest.mark.parametrize("grid", [(0, 1, 1), (1, 0, 1), (2**31, 1, 1), (1, 65536, 1), (1, 1, 65536)])
 def test_a_grid_that_no_launch_may_have_is_refused(grid):
     with pytest.raises(InvalidArgument, match=r"grid: got \(.*wanted 1 to \(2147483647, 65535, 65535\)"):
