@@ -133,8 +133,14 @@ def _bytes(model: Model) -> dict[Any, bytes]:
 
 
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "from then on"])
-@pytest.mark.parametrize("after", [one, several])
-@pytest.mark.parametrize("before", [one, several])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (one, one),
+        (several, several),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((one, several), (several, one))),
+    ],
+)
 def test_a_save_that_fails_anywhere_leaves_the_old_or_the_new_checkpoint(
     before, after, forever, models, tmp_path, monkeypatch
 ):

@@ -153,7 +153,9 @@ def unreachable(message: str) -> bool:
     return any(cause in message.lower() for cause in causes)
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "http://nowhere.invalid"])
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:9", pytest.param("http://nowhere.invalid", marks=pytest.mark.slow)]
+)
 def test_an_index_out_of_reach_is_told_from_a_wrong_name(tmp_path, address):
     wanted = tmp_path / "network-failed-to-fetch.in"
     wanted.write_text("network-failed-to-fetch")

@@ -84,6 +84,7 @@ def test_bits_per_byte_of_held_out_passages():
     assert nats / math.log(2) / size <= MOST_BITS_PER_BYTE
 
 
+@pytest.mark.slow
 def test_the_training_script_runs(tmp_path, monkeypatch, script):
     words = np.array(HELD_OUT[17].split())
     random = np.random.default_rng(0)

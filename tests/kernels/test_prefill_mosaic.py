@@ -176,6 +176,7 @@ def test_the_row_copy_of_many_rows_is_one_launch():
         assert spec.arguments[0].shape == (131072, hidden)
 
 
+@pytest.mark.slow
 def test_row_copy_in_tritons_interpreter():
     run_interpreted("interpreted_prefill.py", "row_copy")
 

@@ -52,7 +52,10 @@ def test_every_activation_with_biases_slots_and_residual(activation, dtype):
     agrees(spec, run(spec, rng, ids, scale))
 
 
-@pytest.mark.parametrize(("k", "inner"), [(5, 64), (6, 192), (7, 768), (8, 768), (8, 1536)])
+@pytest.mark.parametrize(
+    ("k", "inner"),
+    [(5, 64), (6, 192), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((7, 768), (8, 1536))), (8, 768)],
+)
 def test_sizes_that_it_is_for(k, inner):
     rng = np.random.default_rng(2)
     ids, scale = routing(rng, 1, 9, k)
