@@ -29,7 +29,6 @@ from moe_jax.bench import decode_engine
 from moe_jax.bench.cases import parse_rows
 from moe_jax.bench.decode_model import config_of, cut, random_model
 from moe_jax.cache.cuda_runtime import CudaRuntime
-from moe_jax.cache.runtime import no_collection
 from moe_jax.engine import Engine
 
 REPLAYS, REPEATS = 40, 5
@@ -55,13 +54,8 @@ class Parts:
     def us(self, chosen: Callable[[str], bool]) -> float:
         """Microseconds of a replay of the launches whose names are chosen."""
         runtime, stream = self.runtime, self.stream
-        with no_collection():
-            capture = runtime.begin_capture(stream)
-            for name, kernel, addresses in self.calls:
-                if chosen(name):
-                    runtime.launch(kernel, addresses, capture)
-            captured = runtime.end_capture(capture)
-        graph = runtime.instantiate(captured)
+        calls = [(kernel, addresses) for name, kernel, addresses in self.calls if chosen(name)]
+        graph, captured = decode_engine.graph_of(runtime, stream, calls)
         times = []
         for _ in range(1 + REPEATS):
             start = time.perf_counter()

@@ -37,7 +37,6 @@ from moe_jax.bench import decode_engine
 from moe_jax.bench.cases import parse_rows
 from moe_jax.bench.decode_model import config_of, cut, random_model
 from moe_jax.cache import LaunchList, Runtime, SimulatedRuntime, row_buckets
-from moe_jax.cache.runtime import no_collection
 from moe_jax.engine import Engine, step
 from moe_jax.engine.host import compiled_reference
 from moe_jax.pallas_kernels import compiled
@@ -154,12 +153,7 @@ class Compared:
                 continue
             places = {a.name: (a.shape, o) for a, o in zip(old.spec.arguments, old.operands, strict=True)}
             calls.append((self.runtime.load(new.spec), [self._address(a, places) for a in new.spec.arguments]))
-        with no_collection():
-            capture = self.runtime.begin_capture(self.stream)
-            for kernel, addresses in calls:
-                self.runtime.launch(kernel, addresses, capture)
-            captured = self.runtime.end_capture(capture)
-        return self.runtime.instantiate(captured), captured
+        return decode_engine.graph_of(self.runtime, self.stream, calls)
 
     def _address(self, argument: Any, places: Mapping[str, Any]) -> int:
         """The engine's memory; its own for state and scratch that another tile has another amount of."""

@@ -21,7 +21,6 @@ import contextlib
 import importlib.util
 import itertools
 import json
-import math
 import os
 import re
 import threading
@@ -49,8 +48,8 @@ from moe_jax.pallas_kernels.spec import KernelSpec
 
 from .arrays import check_array
 from .launches import ALIGNMENT
-from .pinned import PINNED_BYTES, CudaReading, PinnedMemory
-from .runtime import StickyError
+from .pinned import CudaReading, PinnedMemory
+from .runtime import READ_BYTES, StickyError, queued_bytes
 
 # After these a context serves no call any more (CUDA driver API, "CUresult").
 STICKY = frozenset(
@@ -227,7 +226,7 @@ class CudaRuntime:
 
     def read(self, address: int, dtype: str, shape: tuple[int, ...], stream: CudaStream) -> np.ndarray:
         values = np.empty(shape, dtype)
-        if 0 < values.nbytes <= PINNED_BYTES:
+        if 0 < values.nbytes <= READ_BYTES:
             pinned = stream.pinned
             # Who captures is refused before it may wait for a reader, who waits for the capture.
             with stream.lock:
@@ -235,8 +234,7 @@ class CudaRuntime:
             with pinned.lock:
                 self._queue("read", stream, driver.cuMemcpyDtoHAsync, pinned.address, address, values.nbytes)
                 self.synchronize(stream)
-                values.reshape(-1).view(np.uint8)[:] = pinned.values[: values.nbytes]
-            return values
+                return pinned.copied(dtype, shape)
         # Waited for first, without the stream's lock, which the copy holds until it is done.
         self.synchronize(stream)
         if values.nbytes:
@@ -247,10 +245,7 @@ class CudaRuntime:
     def queue_read(
         self, address: int, dtype: str, shape: tuple[int, ...], stream: CudaStream, reading: CudaReading | None = None
     ) -> CudaReading:
-        size = math.prod(shape) * np.dtype(dtype).itemsize
-        if not 0 < size <= PINNED_BYTES:
-            wanted = f"1 to {PINNED_BYTES} bytes"
-            raise InvalidArgument("size", where="CudaRuntime.queue_read", got=size, wanted=wanted)
+        size = queued_bytes("CudaRuntime.queue_read", dtype, shape)
         # Everything is made before something is queued that has to be waited for.
         pinned = self._pinned("queue_read") if reading is None else reading.pinned
         event = self.record_event(stream) if reading is None else reading.event
@@ -264,11 +259,11 @@ class CudaRuntime:
 
     def finish_read(self, reading: CudaReading) -> np.ndarray:
         self.wait(reading.event)
-        return reading.values
+        return reading.pinned.copied(reading.dtype, reading.shape)
 
     def _pinned(self, where: str) -> PinnedMemory:
         self._enter(where)
-        return PinnedMemory(driver, self._context, int(self._checked(where, driver.cuMemAllocHost(PINNED_BYTES))))
+        return PinnedMemory(driver, self._context, int(self._checked(where, driver.cuMemAllocHost(READ_BYTES))))
 
     def record_event(self, stream: CudaStream, event: CudaEvent | None = None) -> CudaEvent:
         if event is None:

@@ -12,23 +12,26 @@ import numpy as np
 
 from .runtime import READ_BYTES
 
-# Up to here what is read goes through pinned memory: one wait, where pageable memory takes two and another copy.
-PINNED_BYTES = READ_BYTES
-
 
 class PinnedMemory:
     """Memory of the host that the device writes into. A stream's own is shared, and read under ``lock``; that of a
     `CudaReading` is the reading's alone.
 
     Attributes:
-        address, values: of the same `PINNED_BYTES` bytes.
+        address, values: of the same `READ_BYTES` bytes.
     """
 
     def __init__(self, driver: Any, context: Any, address: int):
         self.address, self.lock = address, threading.Lock()
-        self.values = np.frombuffer((ctypes.c_ubyte * PINNED_BYTES).from_address(address), np.uint8)
+        self.values = np.frombuffer((ctypes.c_ubyte * READ_BYTES).from_address(address), np.uint8)
         free = weakref.finalize(self, _free_pinned, driver, context, address)
         free.atexit = False  # the driver may be gone by then, and the memory goes with the process
+
+    def copied(self, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A copy of what the device has written at its begin."""
+        values = np.empty(shape, dtype)
+        values.reshape(-1).view(np.uint8)[:] = self.values[: values.nbytes]
+        return values
 
 
 @dataclass(eq=False)
@@ -44,13 +47,6 @@ class CudaReading:
     event: Any
     dtype: str
     shape: tuple[int, ...]
-
-    @property
-    def values(self) -> np.ndarray:
-        """A copy of what has come."""
-        values = np.empty(self.shape, self.dtype)
-        values.reshape(-1).view(np.uint8)[:] = self.pinned.values[: values.nbytes]
-        return values
 
 
 def _free_pinned(driver: Any, context: Any, address: int) -> None:

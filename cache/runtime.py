@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -32,11 +33,12 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from moe_jax.pallas_kernels.errors import CudaError
+from moe_jax.pallas_kernels.errors import CudaError, InvalidArgument
 from moe_jax.pallas_kernels.spec import KernelSpec
 
+# Most that `Runtime.queue_read` takes. What is read at once goes through pinned memory up to here: one wait, where
+# pageable memory takes two and another copy.
 READ_BYTES = 1 << 16
-"""Most that `Runtime.queue_read` takes."""
 
 Stream = Any
 Kernel = Any
@@ -189,6 +191,18 @@ class Runtime(Protocol):
     def range(self, name: str) -> AbstractContextManager[Any]:
         """A named range for profilers (NVTX)."""
         ...
+
+
+def queued_bytes(where: str, dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a read that is to be queued.
+
+    Raises:
+        InvalidArgument: none, or more than `READ_BYTES`.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if not 0 < size <= READ_BYTES:
+        raise InvalidArgument("size", where=where, got=size, wanted=f"1 to {READ_BYTES} bytes")
+    return size
 
 
 _uncollected = 0

@@ -33,7 +33,7 @@ from moe_jax.pallas_kernels.spec import GIVEN, KernelSpec
 
 from .address_space import POISON, AddressSpace, Capsule
 from .arrays import check_array
-from .runtime import READ_BYTES, StickyError
+from .runtime import StickyError, queued_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,10 +298,7 @@ class SimulatedRuntime:
         stream: SimulatedStream,
         reading: SimulatedReading | None = None,
     ) -> SimulatedReading:
-        size = math.prod(shape) * np.dtype(dtype).itemsize
-        if not 0 < size <= READ_BYTES:
-            wanted = f"1 to {READ_BYTES} bytes"
-            raise InvalidArgument("size", where="SimulatedRuntime.queue_read", got=size, wanted=wanted)
+        queued_bytes("SimulatedRuntime.queue_read", dtype, shape)
         with self._call("queue_read", using=stream):
             found = reading or SimulatedReading(stream)
 

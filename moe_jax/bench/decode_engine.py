@@ -13,6 +13,7 @@ from moe_jax.bench.cases import distinct
 from moe_jax.bench.decode_cell import WARM, Measured, check_finite, check_time, goes_on
 from moe_jax.bench.timing import Clock
 from moe_jax.cache import Certificate, Graphs, LaunchList, Outcome, ResourceTable, Runtime
+from moe_jax.cache.runtime import no_collection
 from moe_jax.engine import Engine
 from moe_jax.errors import CannotServe
 from moe_jax.model import Model
@@ -183,6 +184,16 @@ def arguments(engine: Engine) -> tuple[LaunchList, Certificate, ResourceTable]:
         del store.step
     ((launches, certificate, table),) = given
     return launches, certificate, table
+
+
+def graph_of(runtime: Runtime, stream: Any, calls: Sequence[tuple[Any, Sequence[int]]]) -> tuple[Any, Any]:
+    """An executable of kernels, each with its addresses, and what it was made of; the caller destroys both."""
+    with no_collection():
+        capture = runtime.begin_capture(stream)
+        for kernel, addresses in calls:
+            runtime.launch(kernel, addresses, capture)
+        captured = runtime.end_capture(capture)
+    return runtime.instantiate(captured), captured
 
 
 def _queued(engine: Engine, given: Any, steps: int) -> float:

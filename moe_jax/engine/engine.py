@@ -451,9 +451,7 @@ class Engine:
         try:
             return stepper.step(numbers, more=more)
         finally:
-            # Without one a row may have ended; with another one, tokens were given that may have ended some.
-            batch = stepper.batch
-            if batch is None or batch.ended or batch.numbers != numbers:
+            if not stepper.holds(numbers):  # some may have ended
                 self._live = None
 
     def _forget(self, number: int) -> None:

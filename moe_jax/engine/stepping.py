@@ -74,8 +74,7 @@ class Stepper:
         """
         if not numbers:
             return {}
-        batch = self.batch
-        if batch is None or batch.ended or batch.numbers != numbers:
+        if not self.holds(numbers):
             if not self._drawn.keys() >= set(numbers):
                 self.settle()
             # Now also what was drawn for a batch of which some have gone.
@@ -108,19 +107,17 @@ class Stepper:
             self.last = f"failed: {error}"
             raise
 
+    def holds(self, numbers: tuple[int, ...]) -> bool:
+        """Whether the device's rows are these sequences, of which none has ended."""
+        batch = self.batch
+        return batch is not None and not batch.ended and batch.numbers == numbers
+
     def settle(self) -> None:
         """Before the device's rows become others: what they have come to is not lost."""
         batch, ahead = self.batch, self._ahead
-        if batch is None:
-            return
-        batch.settle()
-        running: list[int] = []
-        if ahead is not None:
-            running = [n for n in batch.numbers if n in self._sequences and not self._sequences[n].ended]
-            self._doubt(running)  # until the tokens are here
-        # Before they are read: where that fails, the device's rows are not what the host takes them for.
-        self.batch = self._ahead = None
-        if ahead is not None and running:
+        # Before tokens are read: where that fails, the device's rows are not what the host takes them for.
+        running = self._let_go()
+        if batch is not None and ahead is not None and running:
             tokens = dict(zip(batch.numbers, self._memory.read("token", ahead[1].rows).tolist(), strict=True))
             # A stream that is collected meanwhile gives up its own.
             self._drawn |= {n: (tokens[n], ahead) for n in running if n in self._sequences}
@@ -128,11 +125,7 @@ class Stepper:
 
     def void(self) -> None:
         """No token that was drawn already is given: the next steps draw anew, from where the host is."""
-        if self.batch is not None:
-            self.batch.settle()
-            if self._ahead is not None:
-                self._doubt(n for n in self.batch.numbers if n in self._sequences and not self._sequences[n].ended)
-            self.batch = self._ahead = None
+        self._let_go()
         self._doubt(list(self._drawn))
 
     def close(self) -> None:
@@ -145,6 +138,19 @@ class Stepper:
         """A sequence that is no more."""
         self._doubtful.discard(number)
         self._drawn.pop(number, None)
+
+    def _let_go(self) -> list[int]:
+        """Take the device's rows for unknown. Who has tokens coming from a step ahead, in doubt until they are here."""
+        batch = self.batch
+        if batch is None:
+            return []
+        batch.settle()
+        running: list[int] = []
+        if self._ahead is not None:
+            running = [n for n in batch.numbers if n in self._sequences and not self._sequences[n].ended]
+            self._doubt(running)
+        self.batch = self._ahead = None
+        return running
 
     def _give(self, numbers: tuple[int, ...]) -> dict[int, int]:
         """What was drawn for these sequences."""

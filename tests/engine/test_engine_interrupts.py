@@ -44,6 +44,10 @@ PLACES = [
         *((in_turns, Stepper.step, 1), (in_turns, Stepper.settle, 1), (in_turns, Stepper._give, 1)),
         *((in_turns, Stepper._give, 2), (in_turns, Stepper._doubt, 1), (in_turns, Stepper.settle, 4)),
         *((in_turns, Stepper._lay_out, 3), (in_turns, Stepper.step, 3)),
+        *(
+            (way, Stepper._let_go, steps)
+            for way, steps in ((waiting, COUNT - 1), (ahead, COUNT - 1), (in_turns, 1), (in_turns, 4))
+        ),
     )
     for line in range(2, len(inspect.getsourcelines(function)[0]))
 ]
