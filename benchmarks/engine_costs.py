@@ -4,8 +4,8 @@
                                       [--cubins FOLDER] [--graphs on|simulate] [--json FILE] [--time-limit SECONDS]
 
 **Refused.** Two engines decode one sequence each, the same tokens at the same positions, one with graphs and one
-without. In turn the one without makes a step, something happens that the other's graph does not outlive, and that one
-makes the same step; then both go on until it is a replay again. `excess_us` is the median difference of such pairs.
+without. Something happens that the other's graph does not outlive, and both make the same step, one time this one first
+and one time that one; then both go on until it is a replay again. `excess_us` is the median difference of such pairs.
 `us` is by the host's clock with the token in hand; `host_us` is without launches and without waiting for the device, of
 as many more steps with clocks around these calls. A refusal may exceed the direct step by the `host_us` of a replay.
 
@@ -142,18 +142,20 @@ def pairs(
     numbers = [one.prefill([prompt], max_new_tokens=decode.positions())[0] for one in both]
     settle(engine, direct)
     found, ran = defaultdict(list), {}
-    for _ in range(REPEATS):
+    for number in range(REPEATS):
         check_time(where, clock)
-        direct_us, direct_host, wanted = step(direct, spent)
         start = time.perf_counter()
         case.change()
         change = time.perf_counter() - start
-        us, host, tokens = step(engine, spent)
+        # Who comes first finds what the change has left of the host's caches.
+        order = (engine, direct) if number % 2 else (direct, engine)
+        steps = {one: (*step(one, spent), spent["destroy"]) for one in order}
+        (direct_us, direct_host, wanted, _), (us, host, tokens, destroy) = steps[direct], steps[engine]
         if tokens != wanted:
             raise CannotServe("tokens", where=where, got=tokens, wanted=f"{wanted}, as without graphs")
         figures = {"us": us, "direct_us": direct_us, "excess_us": us - direct_us, "change_us": change * 1e6}
         figures |= {"host_us": host, "direct_host_us": direct_host, "excess_host_us": host - direct_host}
-        for name, value in {**figures, "destroy_us": spent["destroy"] * 1e6}.items():
+        for name, value in {**figures, "destroy_us": destroy * 1e6}.items():
             found[name].append(value)
         last = engine.graphs.last
         assert last is not None

@@ -8,41 +8,43 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from moe_jax.pallas_kernels.errors import InvalidArgument
 from moe_jax.pallas_kernels.spec import KernelSpec
 
 from .identity import Held, hold
 from .launches import Copy, LaunchList
-from .resources import ResourceTable
+from .resources import Resource, ResourceTable, Snapshot
 from .runtime import Kernel, Runtime
 
 # A launch with addresses in place of names, or (without a kernel) a copy of so many bytes.
 Call = tuple[Kernel | None, tuple[int, ...], int]
 
 
-@dataclass(frozen=True)
-class Binding:
-    """A plan's launches with kernels and addresses, and the memory behind them.
+class Binding(NamedTuple):
+    """A plan's launches with kernels and addresses, and the memory behind them. Nothing in it is ever changed: copies
+    share it, as to copy it takes a step longer than to bind what has moved.
 
     Attributes:
         calls: of each launch, in order.
-        held: what the addresses are of, with or without a claim on it.
+        held: what the addresses are of; with a claim on it in the binding of a graph alone.
     """
 
-    calls: tuple[Call, ...]
+    calls: Sequence[Call]
     held: Held
 
-    def without_claim(self) -> Binding:
-        """The same without capsules: what is only remembered must not keep memory that its table has let go."""
-        return Binding(self.calls, replace(self.held, claim=None))
+    def claiming(self, resources: Mapping[str, Resource]) -> Binding:
+        """The same with a claim on the memory that it needs and no other, to be kept with a graph.
 
-    def narrowed(self) -> Binding:
-        """The same with a claim on no more than it needs, to be kept with a graph."""
-        return Binding(self.calls, self.held.narrowed())
+        Without one it may be remembered: it keeps no memory that its table has let go.
+        """
+        return Binding(self.calls, self.held.claiming(resources))
+
+    def at(self, version: int) -> Binding:
+        """The same, found again in a later version of the table."""
+        return Binding(self.calls, self.held.at(version))
 
     def run(self, runtime: Runtime, on: Any) -> None:
         """Queue or record every call."""
@@ -56,14 +58,14 @@ class Binding:
 
 
 def memory(
-    where: str, launches: LaunchList, table: ResourceTable, known: Held | None = None
+    where: str, launches: LaunchList, table: ResourceTable, snapshot: Snapshot, known: Held | None = None
 ) -> tuple[Held, Sequence[int]]:
-    """What a table has for each buffer, claimed for one step; and the buffers that may have another than was known.
+    """What a table has for each buffer, and the buffers that may have another than was known; arguments as of `hold`.
 
     Raises:
         InvalidArgument: a buffer is not bound, or bound to memory of another layout.
     """
-    held, moved, missing = hold(table, launches, known)
+    held, moved, missing = hold(table, snapshot, launches, known)
     if held is None:
         wanted = "bound in the ResourceTable"
         raise InvalidArgument(f"memory of {missing!r}", where=where, got="none", wanted=wanted)
@@ -89,32 +91,30 @@ class Bindings:
         # A kernel lives as long as a binding uses it.
         self._kernels: weakref.WeakValueDictionary[str, Kernel] = weakref.WeakValueDictionary()
 
-    def bound(self, where: str, launches: LaunchList, table: ResourceTable) -> Binding:
-        """Kernels and addresses as they are now, with a claim on the memory.
+    def bound(self, where: str, launches: LaunchList, table: ResourceTable) -> tuple[Binding, Mapping[str, Resource]]:
+        """Kernels and addresses as they are now; and a claim on the memory for one step, which is all that the table
+        has, as that is taken at once.
 
         Raises:
             InvalidArgument: a buffer is not bound, or bound to memory of another layout.
             CudaError: a kernel does not load.
         """
-        known = self._known.get(launches)
-        if known is not None:
-            held = known.held.claimed(table)
-            if held is not None:
-                self._known.move_to_end(launches)
-                return Binding(known.calls, held)
-        held, moved = memory(where, launches, table, None if known is None else known.held)
+        known, snapshot = self._known.get(launches), table.snapshot()
+        version, resources = snapshot
+        if known is not None and known.held.version == version and known.held.table == table.serial:
+            self._known.move_to_end(launches)
+            return known, resources
+        held, moved = memory(where, launches, table, snapshot, None if known is None else known.held)
         calls = self._loaded(launches) if known is None else [*known.calls]
         stale = {launch for index in moved for launch in launches.users[index]}
-        addresses = launches.addresses([witness.address for witness in held.witnesses], stale)
-        for index, each in zip(stale, addresses, strict=True):
+        for index, each in zip(stale, launches.addresses(held.witnesses, stale), strict=True):
             kernel, _, size = calls[index]
             calls[index] = kernel, each, size
-        binding = Binding(tuple(calls), held)
-        self._known[launches] = binding.without_claim()
+        binding = self._known[launches] = Binding(calls, held)
         self._known.move_to_end(launches)
         if len(self._known) > self._most:
             self._known.popitem(last=False)
-        return binding
+        return binding, resources
 
     def refresh(self, table: ResourceTable) -> None:
         """Resolve now what the next step of each list that is remembered would resolve. One that cannot run any more is

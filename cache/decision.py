@@ -24,7 +24,7 @@ from .identity import (
     compile_plan,
 )
 from .launches import LaunchList
-from .outcome import Reason
+from .outcome import Reason, particulars
 from .registry import Refusal, Registry
 from .resources import ResourceTable
 from .store import Entry, estimated_bytes, moved
@@ -48,7 +48,7 @@ class Decision(NamedTuple):
 
     Attributes:
         kind: as in `Outcome`.
-        reason, detail: of a direct step.
+        reason, said: of a direct step, as in `Outcome`.
         event: the row of the table that applies, where something happened to a capture or to the step.
         mismatch: what a check found.
         plan: None where none was reached.
@@ -59,13 +59,18 @@ class Decision(NamedTuple):
 
     kind: Kind
     reason: Reason | None = None
-    detail: str | None = None
+    said: str | None = None
     event: Event | None = None
     mismatch: Mismatch | None = None
     plan: Plan | None = None
     entry: Entry | None = None
     compiled: bool = False
     fails: bool = False
+
+    @property
+    def detail(self) -> str | None:
+        """As in `Outcome`."""
+        return particulars(self.reason, self.said, self.mismatch)
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ def _captured(entry: Entry, plan: Plan, key: PlanKey, table: ResourceTable, rule
 
 
 def _changed(event: Event, mismatch: Mismatch, plan: Plan, entry: Entry, compiled: bool) -> Decision:
-    return Decision("direct", _MOVED[event], describe(mismatch), event, mismatch, plan, entry, compiled)
+    return Decision("direct", _MOVED[event], None, event, mismatch, plan, entry, compiled)
 
 
 def _uncaptured(
@@ -169,13 +174,8 @@ def _uncaptured(
         return direct(Reason.FIRST_CALL)
     mismatch = check_properties(entry.plan.properties, plan.properties) or check_resources(entry.binding.held, table)
     if mismatch is not None:
-        return direct(Reason.FIRST_CALL)._replace(detail=describe(mismatch), mismatch=mismatch)
+        return direct(Reason.FIRST_CALL)._replace(mismatch=mismatch)
     if estimated_bytes(plan.launches) > rules.max_bytes:
         detail = f"{estimated_bytes(plan.launches)} bytes estimated, {rules.max_bytes} allowed"
         return direct(Reason.TOO_LARGE, detail)
     return Decision("capture", plan=plan, entry=entry, compiled=compiled)
-
-
-def describe(mismatch: Mismatch) -> str:
-    """One line for people."""
-    return f"{mismatch.check}: {mismatch.path} was {mismatch.was}, is {mismatch.now}"

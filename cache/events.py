@@ -43,8 +43,9 @@ class Effect:
     """A row of the table.
 
     Attributes:
-        fate: of the capture that was there. ``"swept"``: the key's generation is over, so it is destroyed without
-            waiting for age. ``"not bound"``: it stays under its own key until evicted, and this step does not find it.
+        fate: of the capture that was there. ``"destroyed"``: a step only retires it, and it is destroyed when the host
+            has time. ``"swept"``: the same, because the key's generation is over. ``"not bound"``: it stays under its
+            own key until evicted, and this step does not find it.
         calls: what this call and the following ones on the key are.
         required: ``"same"`` as an ordinary step; ``"fails"``, closed, as long as the event lasts; ``"fails once"``,
             then goes on as an ordinary step.

@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Generator
-from dataclasses import replace
 from typing import Any, cast
 
 from moe_jax.pallas_kernels.errors import InvalidArgument
@@ -118,9 +117,12 @@ class Graphs:
             try:
                 self._store.collect()
                 with self._runtime.range("moe_jax: plan"):
-                    self._observe(table)
                     decision = self._decide(launches, certificate, table, self._store.programs)
-                outcome = self._runner.run(decision, launches, certificate, table, staged, warming=self._warming)
+                try:
+                    outcome = self._runner.run(decision, launches, certificate, table, staged, warming=self._warming)
+                finally:
+                    # Not before: the step's own graph was compared, and others can wait until the device is busy.
+                    self._observe(table)
             except StickyError as error:
                 self._die(error)
                 raise
@@ -185,14 +187,16 @@ class Graphs:
             self._store.drain()
             old = table.grow(name, resource)
             self._observe(table)
+            self._store.destroy_loose()
             return old
 
     def sweep(self, table: ResourceTable | None = None) -> None:
-        """Do now what a step would have to: destroy what is out of date (old generations, graphs whose memory moved),
-        and resolve addresses anew.
+        """Do now what steps would have to: destroy what is out of date (old generations, graphs whose memory moved) and
+        what waits for it, and resolve addresses anew.
         """
         with self._guard():
             self._observe(table)
+            self._store.destroy_loose()
             if table is not None:
                 self._store.bindings.refresh(table)
 
@@ -205,6 +209,7 @@ class Graphs:
                 "state": self._unusable or self.mode,
                 "graphs": len(captured),
                 "plans": len(self._store.entries),
+                "retired": self._store.retired,
                 "undestroyed": self._store.undestroyed,
                 "max_entries": self._store.max_entries,
                 "estimated_bytes": self._store.bytes,
@@ -249,22 +254,25 @@ class Graphs:
         self._dead, self._unusable = True, f"dead, the device context is lost: {error}"
 
     def _observe(self, table: ResourceTable | None) -> None:
-        """Catch up with a registry or table that has moved: a few integers when neither has."""
-        if self._seen_registry != self._registry.version:
-            self._seen_registry = self._registry.version
+        """Catch up with a registry or table that has moved: a few integers when neither has.
+
+        Graphs that are out of date are retired. No step depends on that: what it replays it has compared itself.
+        """
+        if self._seen_registry != (version := self._registry.version):
             current = self._registry.current
             self._store.sweep(lambda key: current(key.namespace, key.owner_generation, key.generation))
-        if table is None or self._seen_table == (table.serial, table.version):
+            self._seen_registry = version
+        if table is None or self._seen_table == (seen := (table.serial, table.version)):
             return
-        # A graph of another key that is out of date would keep the old memory until its own next call.
-        self._seen_table = table.serial, (version := table.version)
+        # A graph that is out of date would keep the old memory until the next call of its own key.
         for entry in self._store.captured:
             binding = entry.binding
             if binding is None or binding.held.table != table.serial:
                 continue
             mismatch = check_resources(binding.held, table)
             if mismatch is None:
-                entry.binding = replace(binding, held=replace(binding.held, version=version))
+                entry.binding = binding.at(seen[1])
             else:
-                self._store.release(entry)
+                self._store.retire(entry)
                 entry.lost = moved(binding.held, mismatch), mismatch
+        self._seen_table = seen

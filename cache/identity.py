@@ -14,13 +14,13 @@ of them: they are device data, and the kernels read them at each replay.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from .keys import program_key
 from .launches import Buffer, Launch, LaunchList
-from .resources import ResourceTable, Witness
+from .resources import Resource, ResourceTable, Snapshot, Witness
 
 Semantics = Literal["independent", "sequential", "speculative"]
 Phase = Literal["decode", "prompt"]
@@ -58,8 +58,9 @@ class Certificate:
     @functools.cached_property
     def problem(self) -> str | None:
         """Why no step can be certified by this; None if one can."""
-        numbers = (self.owner_generation, self.rows, self.bucket, self.sequences)
-        if any(type(number) is not int for number in numbers):
+        # Written out: a new owner's first step looks at a new certificate.
+        rows, sequences = self.rows, self.sequences
+        if not (type(self.owner_generation) is type(rows) is type(self.bucket) is type(sequences) is int):
             return "owner_generation, rows, bucket and sequences must be integers"
         if type(self.namespace) is not str or not self.namespace:
             return "no namespace"
@@ -67,14 +68,15 @@ class Certificate:
             return f"row semantics {self.semantics!r}"
         if self.phase not in ("decode", "prompt"):
             return f"phase {self.phase!r}"
-        if not 1 <= self.rows <= self.bucket:
-            return f"{self.rows} rows in a bucket of {self.bucket}"
-        fits = {
-            "independent": self.sequences == self.rows,
-            "sequential": self.sequences == 1,
-            "speculative": self.sequences >= 1 and self.rows % self.sequences == 0,
-        }[self.semantics]
-        return None if fits else f"{self.sequences} sequences in {self.rows} {self.semantics} rows"
+        if not 1 <= rows <= self.bucket:
+            return f"{rows} rows in a bucket of {self.bucket}"
+        if self.semantics == "independent":
+            fits = sequences == rows
+        elif self.semantics == "sequential":
+            fits = sequences == 1
+        else:
+            fits = sequences >= 1 and rows % sequences == 0
+        return None if fits else f"{sequences} sequences in {rows} {self.semantics} rows"
 
     @functools.cached_property
     def identity(self) -> tuple[str, int, Semantics, Phase, int, int]:
@@ -157,8 +159,7 @@ class Coverage(NamedTuple):
     reason: str | None
 
 
-@dataclass(frozen=True)
-class Properties:
+class Properties(NamedTuple):
     """What may change under one key: extents of copies, sha256 of the coverage, identity of the certificate."""
 
     extents: tuple[int, ...]
@@ -179,13 +180,14 @@ class Program(NamedTuple):
 
     Attributes:
         key: portable fingerprint.
-        coverage, uncovered, routes, staged: as in `Plan`.
+        coverage, uncovered, refusal, routes, staged: as in `Plan`.
         covers: sha256 of the coverage.
     """
 
     key: str
     coverage: tuple[Coverage, ...]
     uncovered: tuple[int, ...]
+    refusal: str | None
     routes: int
     staged: str | None
     covers: str
@@ -195,8 +197,7 @@ class Program(NamedTuple):
 Programs = dict[tuple[str, str, int], Program]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class Plan(NamedTuple):
     """Immutable binding of a step's launches to the groups of a manifest.
 
     Attributes:
@@ -205,6 +206,7 @@ class Plan:
         program: portable fingerprint.
         coverage: of each group, in the manifest's order.
         uncovered: expert launches that no registered group owns.
+        refusal: the first reason why the step is not covered; None: every expert launch is bound to a registered group.
         routes: (row, rank) pairs of the bucket at most.
         staged: why it runs host-staged; None when it does not.
         properties: see `Properties`.
@@ -216,19 +218,10 @@ class Plan:
     program: str
     coverage: tuple[Coverage, ...]
     uncovered: tuple[int, ...]
+    refusal: str | None
     routes: int
     staged: str | None
     properties: Properties
-
-    @functools.cached_property
-    def refusal(self) -> str | None:
-        """Why the step is not covered: the first reason. None: every expert launch is bound to a registered group."""
-        if self.uncovered:
-            index = self.uncovered[0]
-            launch = self.launches.launches[index]
-            name = launch.spec.name if isinstance(launch, Launch) else "copy"
-            return f"launch {index} ({name}) reads experts of no registered group"
-        return next((f"group of layer {c.layer}: {c.reason}" for c in self.coverage if c.reason), None)
 
 
 def compile_plan(
@@ -258,6 +251,7 @@ def compile_plan(
         program=program.key,
         coverage=program.coverage,
         uncovered=program.uncovered,
+        refusal=program.refusal,
         routes=program.routes,
         staged=program.staged,
         properties=Properties(launches.extents, program.covers, certificate.identity),
@@ -290,10 +284,19 @@ def compile_program(launches: LaunchList, bucket: int, manifest: Manifest, compi
         key=program_key("expert plan", launches.key, manifest.key, compiler),
         coverage=coverage,
         uncovered=tuple(uncovered),
+        refusal=_refusal(coverage, uncovered, launches),
         routes=bucket * max((group.top_k for group in manifest.groups), default=0),
         staged=next(filter(None, (_staged(group, bucket) for group in manifest.groups)), None),
         covers=program_key(coverage, uncovered),
     )
+
+
+def _refusal(coverage: Sequence[Coverage], uncovered: Sequence[int], launches: LaunchList) -> str | None:
+    if uncovered:
+        launch = launches.launches[uncovered[0]]
+        assert isinstance(launch, Launch)
+        return f"launch {uncovered[0]} ({launch.spec.name}) reads experts of no registered group"
+    return next((f"group of layer {c.layer}: {c.reason}" for c in coverage if c.reason), None)
 
 
 def _reason(group: Group, named: set[str], launches: LaunchList, mixed: set[int]) -> str | None:
@@ -329,6 +332,9 @@ class Mismatch(NamedTuple):
     was: Any
     now: Any
 
+    def __str__(self) -> str:
+        return f"{self.check}: {self.path} was {self.was}, is {self.now}"
+
 
 def check_program(recorded: str, present: str) -> Mismatch | None:
     """Portable fingerprints. Guards compiled kernels and executables, which hold no addresses."""
@@ -351,51 +357,46 @@ def check_properties(recorded: Properties, present: Properties) -> Mismatch | No
     return Mismatch("properties", field, getattr(recorded, field), getattr(present, field))
 
 
-@dataclass(frozen=True)
-class Held:
-    """The resources that a step runs or a graph was captured with, and its claim on their memory.
+class Held(NamedTuple):
+    """The resources that a step runs or a graph was captured with, and a graph's claim on their memory.
 
     Attributes:
         table, version: the table and its version when they were last found to be the present ones.
         launches: whose buffers they are.
-        witnesses: of the resources, in the order of the buffers.
-        claim: what keeps the memory while it is referenced; None where the resources are only remembered.
+        witnesses: of the resources, in the order of the buffers; never changed, as copies of this share them.
+        claim: capsules, which keep the memory while they are referenced; None where it is only remembered.
     """
 
     table: int
     version: int
     launches: LaunchList
-    witnesses: tuple[Witness, ...]
-    claim: Any = None
+    witnesses: Sequence[Witness]
+    claim: tuple[Any, ...] | None = None
 
-    def claimed(self, table: ResourceTable) -> Held | None:
-        """The same with a claim on the memory, for one step: on all that the table has, as that is taken at once.
+    def claiming(self, resources: Mapping[str, Resource]) -> Held:
+        """The same with a claim on those of the table's resources that it names."""
+        claim = tuple([resources[name].capsule for name in self.launches.order])
+        return Held(self.table, self.version, self.launches, self.witnesses, claim)
 
-        None if the table has moved since, or is another one.
-        """
-        version, resources = table.snapshot()
-        if self.version != version or self.table != table.serial:
-            return None
-        return replace(self, claim=resources)
-
-    def narrowed(self) -> Held:
-        """With a claim on the named resources alone, for what is kept longer than a step."""
-        return replace(self, claim=tuple([self.claim[name].capsule for name in self.launches.order]))
+    def at(self, version: int) -> Held:
+        """The same, found again in a later version of the table."""
+        return Held(self.table, version, self.launches, self.witnesses, self.claim)
 
 
 def hold(
-    table: ResourceTable, launches: LaunchList, known: Held | None = None
+    table: ResourceTable, snapshot: Snapshot, launches: LaunchList, known: Held | None = None
 ) -> tuple[Held | None, Sequence[int], str | None]:
-    """What a table has for each buffer of a list, claimed for one step.
+    """What a table has for each buffer of a list. It is no claim: the snapshot is, on all that the table has.
 
     Args:
+        snapshot: of the table, just taken.
         known: of the same list, at an earlier time or of another table.
 
     Returns:
         None where a buffer is not bound; the buffers that may have another memory than was known; the name of one that
         is not bound.
     """
-    version, resources = table.snapshot()
+    version, resources = snapshot
     moved = range(len(launches.buffers)) if known is None else suspects(known, table)
     witnesses: list[Any] = [None] * len(launches.buffers) if known is None else [*known.witnesses]
     for index in moved:
@@ -404,7 +405,7 @@ def hold(
         if resource is None:
             return None, moved, name
         witnesses[index] = resource.witness
-    return Held(table.serial, version, launches, tuple(witnesses), resources), moved, None
+    return Held(table.serial, version, launches, witnesses), moved, None
 
 
 def check_resources(recorded: Held, table: ResourceTable) -> Mismatch | None:
@@ -419,8 +420,9 @@ def check_resources(recorded: Held, table: ResourceTable) -> Mismatch | None:
         resource = present.get(name)
         now = None if resource is None else resource.witness
         if was != now:
-            field = next(f for f in Witness._fields if now is None or getattr(was, f) != getattr(now, f))
-            return Mismatch("resources", f"{name}.{field}", getattr(was, field), getattr(now, field, None))
+            at = 0 if now is None else next(i for i, value in enumerate(was) if value != now[i])
+            path = f"{name}.{Witness._fields[at]}"
+            return Mismatch("resources", path, was[at], None if now is None else now[at])
     return None
 
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes  # noqa: F401 (teaches NumPy the names of its dtypes)
 import numpy as np
@@ -30,7 +30,17 @@ from .keys import program_key
 ALIGNMENT = 16
 RAW = "uint8"
 
+# Of so many, addresses are worked out operand by operand: that takes less than to look at every buffer.
+FEW_LAUNCHES = 32
+
 _Take = Callable[[list[int]], tuple[int, ...]]
+
+
+class HasAddress(Protocol):
+    """What stands somewhere."""
+
+    @property
+    def address(self) -> int: ...
 
 
 class Layout(NamedTuple):
@@ -215,15 +225,19 @@ class LaunchList:
         """Bytes of each copy, in order."""
         return tuple(launch.bytes for launch in self.launches if isinstance(launch, Copy))
 
-    def addresses(self, buffers: Sequence[int], launches: Iterable[int]) -> list[tuple[int, ...]]:
+    def addresses(self, buffers: Sequence[HasAddress], launches: Collection[int]) -> list[tuple[int, ...]]:
         """Of the operands of some launches, of a copy's target and source.
 
         Args:
-            buffers: addresses of all buffers, in order.
+            buffers: what the buffers are bound to, in order.
             launches: places in the list.
         """
-        inside, takes = self._places
-        flat = [*buffers, *[buffers[index] + offset for index, offset in inside]]
+        places = self._places
+        if len(launches) <= FEW_LAUNCHES:
+            return [tuple([buffers[at].address + offset for at, offset in places[index]]) for index in launches]
+        inside, takes = self._takes
+        flat = [buffer.address for buffer in buffers]
+        flat += [flat[index] + offset for index, offset in inside]
         return [takes[index](flat) for index in launches]
 
     @functools.cached_property
@@ -236,16 +250,20 @@ class LaunchList:
         return tuple(map(tuple, found))
 
     @functools.cached_property
-    def _places(self) -> tuple[tuple[tuple[int, int], ...], tuple[_Take, ...]]:
+    def _places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Of each launch's operands, the place of the buffer and the offset there."""
+        order = self.order
+        places = ([_place(operand) for operand in _operands(launch)] for launch in self.launches)
+        return tuple(tuple([(order[name], offset) for name, offset in each]) for each in places)
+
+    @functools.cached_property
+    def _takes(self) -> tuple[tuple[tuple[int, int], ...], tuple[_Take, ...]]:
         """Each place inside a buffer once, as its index and an offset; and what takes a launch's addresses from those
         of the buffers followed by those of these places. Worked out once: a step may resolve thousands of operands.
         """
-        at = {(name, 0): index for name, index in self.order.items()}
-        takes = []
-        for launch in self.launches:
-            takes.append(_take([at.setdefault(_place(operand), len(at)) for operand in _operands(launch)]))
-        inside = [(at[name, 0], offset) for name, offset in at if offset]
-        return tuple(inside), tuple(takes)
+        at = {(index, 0): index for index in range(len(self.buffers))}
+        takes = tuple([_take([at.setdefault(place, len(at)) for place in places]) for places in self._places])
+        return tuple(place for place in at if place[1]), takes
 
     @functools.cached_property
     def specs(self) -> tuple[KernelSpec, ...]:

@@ -47,7 +47,7 @@ class Outcome:
     Attributes:
         kind: how.
         reason: why direct; None for the other kinds.
-        detail: the particulars, for people.
+        said: the particulars, where it is not the mismatch that says them.
         mismatch: the difference that a check met, if one did.
         handle: of the executable that was launched; None for a direct step.
         event: done when the step is, or a later one on the same stream; None when the step is done already.
@@ -55,10 +55,20 @@ class Outcome:
 
     kind: Kind
     reason: Reason | None = None
-    detail: str | None = None
+    said: str | None = None
     mismatch: Mismatch | None = None
     handle: Any = None
     event: Any = None
+
+    @property
+    def detail(self) -> str | None:
+        """The particulars of the reason, for people. Made when they are asked for: a step has no time for them."""
+        return particulars(self.reason, self.said, self.mismatch)
+
+
+def particulars(reason: Reason | None, said: str | None, mismatch: Mismatch | None) -> str | None:
+    """What is told of a reason: what was said, or else the difference that was met."""
+    return str(mismatch) if said is None and reason is not None and mismatch is not None else said
 
 
 class RequiredStepFailed(MoeJaxError, RuntimeError):
@@ -94,7 +104,7 @@ class Counters:
         launch_error: direct steps stopped by a launch.
         graph_error: captures and replays that failed, by call.
         finish_error: steps whose completion event could not be recorded; they were waited for instead.
-        destroy_errors: graphs that CUDA did not take back; tried again at each step.
+        destroy_errors: graphs that CUDA did not take back; tried again as those that are retired.
         evictions: graphs dropped for room; ``swept``: because their generation was over.
         transitions: changes between prompt and decode.
     """

@@ -79,6 +79,10 @@ class Resource:
         object.__setattr__(self, "witness", witness)
 
 
+# A version of a table, and all resources that it goes with. It holds their memory.
+Snapshot = tuple[int, Mapping[str, Resource]]
+
+
 class ResourceTable:
     """Resources by name; thread-safe.
 
@@ -138,8 +142,8 @@ class ResourceTable:
         """What a name stands for now."""
         return self._state[1].get(name)
 
-    def snapshot(self) -> tuple[int, Mapping[str, Resource]]:
-        """The version and all resources that it goes with, which no later mutation changes. It holds their memory."""
+    def snapshot(self) -> Snapshot:
+        """As it is now: no later mutation changes it."""
         return self._state
 
     def moved(self, version: int) -> list[str]:

@@ -10,7 +10,7 @@ before the first launch, graphs as soon as they are made, and an entry has no ev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moe_jax.pallas_kernels.errors import CudaError, InvalidArgument
@@ -18,12 +18,12 @@ from moe_jax.pallas_kernels.errors import CudaError, InvalidArgument
 from .binding import Binding, memory
 from .decision import Decision
 from .events import EFFECTS, Event
-from .identity import Certificate, Held, Plan
+from .identity import Certificate, Plan
 from .launches import LaunchList
 from .outcome import FALLBACKS, Counters, NotReplayed, Outcome, Reason, RequiredStepFailed
-from .resources import ResourceTable
+from .resources import Resource, ResourceTable, Snapshot
 from .runtime import Captured, Executable, Runtime, StickyError, Stream, no_collection
-from .store import UNRECORDED, Entry, GraphStore
+from .store import UNRECORDED, Entry, GraphStore, Loose, estimated_bytes
 
 WHERE = "Graphs.step"
 Staged = Callable[[Stream], None]
@@ -56,13 +56,17 @@ class Runner:
         self._count_plan(decision, certificate)
         entry, plan = decision.entry, decision.plan
         if entry is not None and plan is not None and decision.kind != "direct":
-            binding = None if decision.kind == "replay" else self._bound(launches, table).narrowed()
+            binding = None
+            if decision.kind != "replay":
+                binding, resources = self._bound(launches, table)
+                binding = binding.claiming(resources)
             try:
                 if binding is None:
-                    return self._replay(entry)
-                if decision.kind == "capture":
-                    return self._capture(entry, plan, binding)
-                return self._update(entry, plan, binding, decision)
+                    outcome = self._replay(entry)
+                elif decision.kind == "capture":
+                    outcome = self._capture(entry, plan, binding)
+                else:
+                    outcome = self._update(entry, plan, binding, decision)
             except StickyError:
                 raise
             except CudaError as error:
@@ -71,6 +75,10 @@ class Runner:
                 self._store.destroy_loose()
                 detail = f"{self._call}: {error}"
                 decision = Decision("direct", Reason.GRAPH_FAILED, detail, Event.CUDA_FAILED, plan=plan)
+            else:
+                # Outside what may fail: no error there is one of this step.
+                self._store.destroy_one()
+                return outcome
         self._admit_direct(decision, certificate, self._strict and not warming)
         return self._direct(decision, launches, table, staged)
 
@@ -95,14 +103,18 @@ class Runner:
         """Do what the event does to the capture, and stop a step that may not run direct."""
         effect = None if decision.event is None else EFFECTS[decision.event]
         fails = certificate.required and (decision.fails or (effect is not None and effect.required != "same"))
-        why = f"{decision.reason} ({decision.detail})" if decision.detail else str(decision.reason)
         if strict and not fails and decision.reason is not Reason.PROMPT:
-            raise NotReplayed("direct step", where=WHERE, got=why, wanted="a replay; Graphs.warm makes the first calls")
+            wanted = "a replay; Graphs.warm makes the first calls"
+            raise NotReplayed("direct step", where=WHERE, got=_why(decision), wanted=wanted)
         if effect is not None and effect.fate == "destroyed" and decision.entry is not None:
-            self._store.forget(decision.entry.plan.key)
+            # As if never seen.
+            self._store.retire(decision.entry)
+            decision.entry.lost = None
         if fails:
             self._counters.required_unsupported += 1
-            raise RequiredStepFailed("required step", where=WHERE, got=why, wanted="a step that can run grouped")
+            self._store.destroy_loose()
+            wanted = "a step that can run grouped"
+            raise RequiredStepFailed("required step", where=WHERE, got=_why(decision), wanted=wanted)
 
     def _direct(self, decision: Decision, launches: LaunchList, table: ResourceTable, staged: Staged | None) -> Outcome:
         plan, reason, binding = decision.plan, decision.reason, None
@@ -111,21 +123,21 @@ class Runner:
                 if staged is None:
                     wanted = "a function that runs the step in waves"
                     raise InvalidArgument("staged", where=WHERE, got=f"None ({decision.detail})", wanted=wanted)
-                held = self._memory(launches, table)
-                event = self._launch_direct(lambda: staged(self._stream), held)
+                event = self._launch_direct(lambda: staged(self._stream), self._memory(launches, table))
             else:
-                binding = self._bound(launches, table)
-                event = self._launch_direct(lambda: binding.run(self._runtime, self._stream), binding)
+                binding, resources = self._bound(launches, table)
+                event = self._launch_direct(lambda: binding.run(self._runtime, self._stream), (binding, resources))
         if plan is not None and reason is not Reason.GRAPH_FAILED:
             entry = self._store.entries.get(plan.key) or self._store.add(plan)
             entry.plan, entry.lost = plan, None
-            entry.binding = None if binding is None else binding.without_claim()
+            entry.binding = binding
         counters = self._counters
         counters.steps += 1
         counters.direct += 1
         counters.declines[str(reason)] += 1
         counters.fallback += reason in FALLBACKS
-        return Outcome("direct", reason, decision.detail, decision.mismatch, None, event)
+        self._store.put_off()
+        return Outcome("direct", reason, decision.said, decision.mismatch, None, event)
 
     def _launch_direct(self, launch: Callable[[], None], holds: object) -> Any:
         """Launch, and keep what is used until it is done, also where only the first launches were queued."""
@@ -139,14 +151,17 @@ class Runner:
             flight.event = self._recorded(None)
         return flight.event
 
-    def _memory(self, launches: LaunchList, table: ResourceTable) -> Held:
+    def _memory(self, launches: LaunchList, table: ResourceTable) -> Snapshot:
+        """A claim on it for one step."""
+        snapshot = table.snapshot()
         try:
-            return memory(WHERE, launches, table)[0]
+            memory(WHERE, launches, table, snapshot)
+            return snapshot
         except InvalidArgument:
             self._counters.prepare_error += 1
             raise
 
-    def _bound(self, launches: LaunchList, table: ResourceTable) -> Binding:
+    def _bound(self, launches: LaunchList, table: ResourceTable) -> tuple[Binding, Mapping[str, Resource]]:
         try:
             return self._store.bindings.bound(WHERE, launches, table)
         except (CudaError, InvalidArgument):
@@ -185,7 +200,7 @@ class Runner:
 
     def _update(self, entry: Entry, plan: Plan, binding: Binding, decision: Decision) -> Outcome:
         with self._runtime.range("moe_jax: update"):
-            event, held = entry.event, entry.binding
+            before = Loose(entry.event, entry.binding, entry.bytes)
             captured = self._record(binding)
             try:
                 old = executable = self._store.take(entry, binding)
@@ -197,10 +212,10 @@ class Runner:
             self._upload_and_launch(executable)
             if executable is not old:
                 self._counters.reinstantiations += 1
-                self._store.destroy(old, event, held)
+                self._store.destroy(self._store.own(old, before))
         self._counters.steps += 1
         self._counters.updates += 1
-        outcome = Outcome("update", None, decision.detail, decision.mismatch, executable)
+        outcome = Outcome("update", None, None, decision.mismatch, executable)
         return self._commit(entry, plan, binding, executable, outcome)
 
     def _record(self, binding: Binding) -> Captured:
@@ -220,7 +235,8 @@ class Runner:
 
     def _instantiated(self, captured: Captured, binding: Binding) -> Executable:
         self._call = "instantiate"
-        return self._store.own(self._runtime.instantiate(captured), UNRECORDED, binding)
+        loose = Loose(UNRECORDED, binding, estimated_bytes(binding.held.launches))
+        return self._store.own(self._runtime.instantiate(captured), loose)
 
     def _upload_and_launch(self, executable: Executable) -> None:
         self._call = "upload"
@@ -232,7 +248,7 @@ class Runner:
         self._store.keep(entry, plan, binding, executable)
         event = self._recorded(None)
         self._set_event(entry, event)
-        return Outcome(outcome.kind, None, outcome.detail, outcome.mismatch, executable, event)
+        return Outcome(outcome.kind, None, None, outcome.mismatch, executable, event)
 
     # Finish.
 
@@ -265,3 +281,7 @@ class Runner:
                     "stream", where=WHERE, got=f"{error}; {second}", wanted="an event, or an end of the work in flight"
                 ) from second
             return None
+
+
+def _why(decision: Decision) -> str:
+    return f"{decision.reason} ({decision.detail})" if decision.detail else str(decision.reason)

@@ -5,6 +5,12 @@ of its memory are dropped after it. Whatever was made on the device or is queued
 last, so that an interrupt between two lines loses none of it; `UNRECORDED` stands for an event that is not there yet:
 the end of the stream is waited for in its place. (What a call has made and not returned yet is out of reach.)
 
+To destroy the graph of a step takes the host about a tenth of a direct step, so a step that refuses one only *retires*
+it: nothing launches it any more, and it waits in the book of loose graphs. It is destroyed when another graph has been
+queued, as the host then waits for the device anyway, one for each (`GraphStore.destroy_one`); where steps go on direct,
+one in `PATIENCE` of them; and at once where room is made, where everything is waited for or closed, and where the owner
+sweeps (`GraphStore.destroy_loose`). Until then it counts against both bounds.
+
 Device memory of a graph is an estimate (CUDA does not tell): `estimated_bytes`.
 """
 
@@ -13,7 +19,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_jax.pallas_kernels.errors import CudaError, InvalidArgument
 
@@ -28,6 +34,8 @@ GRAPH_BYTES = 64 << 10
 NODE_BYTES = 2 << 10
 # Plans without a graph (prompts, first calls) are small; so many of them are kept for each graph.
 PLANS_PER_GRAPH = 4
+# Direct steps in a row after which one of the graphs that wait to be destroyed is, though the host has no time for it.
+PATIENCE = 32
 # In place of the event of work that may have been queued, and has none yet.
 UNRECORDED: Any = object()
 
@@ -71,6 +79,22 @@ class Entry:
         return 0 if self.executable is None else estimated_bytes(self.plan.launches)
 
 
+class Loose(NamedTuple):
+    """What is known of a graph that is no entry's.
+
+    Attributes:
+        event: to be waited for before it is destroyed.
+        holds: memory that it was made with.
+        bytes: estimated, on the device; 0 for what was recorded and is no executable.
+        retired: it waits until the host has time. False: it is being made, or CUDA did not take it back.
+    """
+
+    event: Any = None
+    holds: object = None
+    bytes: int = 0
+    retired: bool = False
+
+
 class Flight:
     """What a direct step uses until its event is done; None: it is."""
 
@@ -106,9 +130,11 @@ class GraphStore:
         self._newest: Entry | None = None
         self._runtime, self._stream, self._counters = runtime, stream, counters
         self._direct: deque[Flight] = deque()
-        # Graphs that are no entry's: the event to wait for before they are destroyed, and what they hold. One that
-        # passes to an entry or from it is in both books for a moment, and is the entry's.
-        self._loose: dict[Any, tuple[Any, object]] = {}
+        # Graphs that are no entry's, the first to be destroyed first. One that passes to an entry or from it is in both
+        # books for a moment, and is the entry's.
+        self._loose: dict[Any, Loose] = {}
+        # Direct steps since a graph was retired, or one destroyed because of them.
+        self._put_off = 0
 
     @property
     def captured(self) -> list[Entry]:
@@ -121,9 +147,14 @@ class GraphStore:
         return sum(entry.bytes for entry in self.captured)
 
     @property
+    def retired(self) -> int:
+        """Executables that are launched no more and wait to be destroyed."""
+        return sum(loose.retired for loose in self._loose.values())
+
+    @property
     def undestroyed(self) -> int:
         """Graphs that CUDA did not take back yet."""
-        return len(self._loose)
+        return len(self._loose) - self.retired
 
     def add(self, plan: Plan) -> Entry:
         """A new entry, the most recently used; the oldest go where there are too many."""
@@ -139,22 +170,29 @@ class GraphStore:
             self._newest = entry
 
     def make_room(self, plan: Plan) -> None:
-        """Evict until an executable of this plan fits too. Called before capture begins."""
+        """Destroy until an executable of this plan fits too: those that wait for it, then the least recently used.
+        Called before capture begins.
+        """
         size = estimated_bytes(plan.launches)
-        while (old := self.captured) and (len(old) >= self.max_entries or self.bytes + size > self.max_bytes):
-            self._evict(old[0].plan.key)
+        waiting = [graph for graph in self._unowned() if self._loose[graph].bytes]
+        while self._full(size):
+            if not waiting:
+                if not (old := self.captured):
+                    return  # what is left is not taken back
+                waiting.append(old[0].executable)
+                self._evict(old[0].plan.key)
+            graph = waiting.pop(0)
+            self.destroy(graph)
 
     def forget(self, key: PlanKey) -> None:
-        """Drop an entry and whatever it holds."""
+        """Drop an entry and retire its executable."""
         entry = self.entries.get(key)
         if entry is None:
             return
-        try:
-            self.release(entry)
-        finally:
-            if entry is self._newest:
-                self._newest = None
-            self.entries.pop(key, None)
+        self.retire(entry)
+        if entry is self._newest:
+            self._newest = None
+        self.entries.pop(key, None)
 
     def sweep(self, current: Callable[[PlanKey], bool]) -> None:
         """Drop entries whose generation is over."""
@@ -162,25 +200,23 @@ class GraphStore:
             self._counters.swept += 1
             self.forget(key)
 
-    def release(self, entry: Entry) -> None:
-        """Destroy an entry's executable, if it has one, when its last launch is done; then let go of its memory."""
-        executable, event, binding = entry.executable, entry.event, entry.binding
-        if executable is not None:
-            self._loose[executable] = event, binding
+    def retire(self, entry: Entry) -> None:
+        """Take an entry's executable from it, if it has one, for good; it waits to be destroyed, with its memory."""
+        if entry.executable is not None:
+            self._put_off = 0
+            self._loose[entry.executable] = Loose(entry.event, entry.binding, entry.bytes, retired=True)
         entry.executable = entry.event = entry.binding = entry.replayed = None
-        if executable is not None:
-            self.destroy(executable, event, binding)
 
-    def own(self, graph: Any, event: Any = None, holds: object = None) -> Any:
+    def own(self, graph: Any, loose: Loose = Loose()) -> Any:  # noqa: B008 (immutable)
         """Put a graph that was made in the books, until `destroy` or `keep`; returns it."""
-        self._loose[graph] = event, holds
+        self._loose[graph] = loose
         return graph
 
     def take(self, entry: Entry, holds: object) -> Any:
         """Take from an entry the executable that is about to be changed, until `keep`; returns it. If the change does
         not come to its end, nothing is left that replays it.
         """
-        executable = self.own(entry.executable, UNRECORDED, (entry.binding, holds))
+        executable = self.own(entry.executable, Loose(UNRECORDED, (entry.binding, holds), entry.bytes))
         entry.executable = entry.event = entry.binding = entry.replayed = None
         return executable
 
@@ -190,36 +226,71 @@ class GraphStore:
         entry.plan, entry.binding, entry.executable = plan, binding, executable
         del self._loose[executable]
 
-    def destroy(self, graph: Any, event: Any = None, holds: object = None) -> None:
-        """Wait for an event and give a graph back. One that is not taken is kept, with all it holds, for the next try;
-        errors other than those of CUDA pass.
+    def destroy(self, graph: Any, *, wait: bool = True) -> bool:
+        """Give a loose graph back when its launches are done. One that is not taken is kept, with all it holds, for the
+        next try; errors other than those of CUDA pass.
+
+        Args:
+            wait: False: not where its launches are not known to be done.
+
+        Returns:
+            whether it was tried.
         """
-        self._loose[graph] = event, holds
+        loose = self._loose[graph]
         try:
-            if not self._done(event):
-                self._runtime.wait(event)
+            if not self._done(loose.event):
+                if not wait:
+                    return False
+                self._runtime.wait(loose.event)
             del self._loose[graph]
             self._runtime.destroy(graph)
         except StickyError:
             self._loose.pop(graph, None)
             raise
         except CudaError:
-            self._loose[graph] = event, holds
+            self._loose[graph] = loose._replace(retired=False)
             self._counters.destroy_errors += 1
         except BaseException:
-            self._loose[graph] = event, holds
+            self._loose[graph] = loose
             raise
+        return True
+
+    def destroy_one(self) -> None:
+        """Give back one graph whose launches are done, if one waits for that. Called when a graph has been queued: the
+        device is busy with it, and the host has time.
+        """
+        if self._loose:
+            for graph in self._unowned():
+                if self.destroy(graph, wait=False):
+                    return
+
+    def put_off(self) -> None:
+        """A direct step was queued, and the host has no time to destroy what waits for it. For so many, and no more:
+        a graph that is not destroyed keeps memory.
+        """
+        if self._loose:
+            self._put_off += 1
+            if self._put_off >= PATIENCE:
+                self._put_off = 0
+                self.destroy_one()
 
     def destroy_loose(self) -> None:
-        """Give back every graph that is no entry's."""
-        if not self._loose:
-            return
-        kept = {entry.executable for entry in self.entries.values()}
-        for graph, (event, holds) in list(self._loose.items()):
-            if graph in kept:
-                del self._loose[graph]
-            else:
-                self.destroy(graph, event, holds)
+        """Give back every graph that is no entry's, each when its launches are done. An error that is not of CUDA keeps
+        no other graph from its turn, and the first is raised.
+
+        A lost context takes nothing back, so a sticky error is raised at once.
+        """
+        graphs = self._unowned()
+        for number, graph in enumerate(graphs, 1):
+            try:
+                self.destroy(graph)
+            except StickyError:
+                raise
+            except Exception:
+                for other in graphs[number:]:
+                    with contextlib.suppress(Exception):
+                        self.destroy(other)
+                raise
 
     def in_flight(self, holds: object, event: Any = UNRECORDED) -> Flight:
         """Keep what a direct step uses until its event is done. Called before its first launch, and with the event."""
@@ -228,7 +299,7 @@ class GraphStore:
         return flight
 
     def collect(self) -> None:
-        """Let go of what finished direct steps used, and destroy what was not."""
+        """Let go of what finished direct steps used."""
         try:
             while self._direct and self._done(self._direct[0].event):
                 self._direct.popleft()
@@ -236,10 +307,9 @@ class GraphStore:
             raise
         except CudaError:
             pass  # not known to be done: asked again at the next step
-        self.destroy_loose()
 
     def drain(self) -> None:
-        """Wait for everything in flight."""
+        """Wait for everything in flight, and destroy what waits for that."""
         for flight in self._direct:
             if not self._done(flight.event):
                 self._runtime.wait(flight.event)
@@ -247,32 +317,35 @@ class GraphStore:
         for entry in self.entries.values():
             if not self._done(entry.event):
                 self._runtime.wait(entry.event)
+        self.destroy_loose()
 
     def clear(self) -> None:
-        """Destroy everything, each when it is done. An error keeps no other graph from its turn; the first is raised.
-
-        A lost context takes nothing back, so a sticky error is raised at once.
-        """
-        keys = list(self.entries)
-        for number, key in enumerate(keys, 1):
-            try:
-                self.forget(key)
-            except StickyError:
-                raise
-            except Exception:
-                for other in keys[number:]:
-                    with contextlib.suppress(Exception):
-                        self.forget(other)
-                raise
+        """Destroy everything, each when it is done; errors as those of `destroy_loose`."""
+        for key in list(self.entries):
+            self.forget(key)
+        self.destroy_loose()
         self.drain()
-        self.collect()
 
     def abandon(self) -> None:
         """Forget everything and ask the device nothing: a lost context takes nothing back."""
         self.entries.clear()
+        for graph in [graph for graph, loose in self._loose.items() if loose.retired]:
+            del self._loose[graph]
         self.bindings.clear()
         self.programs.clear()
         self._newest = None
+
+    def _unowned(self) -> list[Any]:
+        """Graphs that are no entry's; what is one's leaves the book."""
+        kept = {entry.executable for entry in self.entries.values()}
+        for graph in [graph for graph in self._loose if graph in kept]:
+            del self._loose[graph]
+        return list(self._loose)
+
+    def _full(self, size: int) -> bool:
+        """Whether another executable of so many bytes is too much, what waits to be destroyed counted in."""
+        there = [each.bytes for each in (*self.entries.values(), *self._loose.values()) if each.bytes]
+        return len(there) >= self.max_entries or sum(there) + size > self.max_bytes
 
     def _done(self, event: Any) -> bool:
         """Whether an event is done. There is nothing to ask of one that is not there: then the stream is waited for."""

@@ -54,8 +54,8 @@ def test_every_refusal_is_measured_against_the_direct_step(script, monkeypatch):
         assert figures["explained"][0].startswith(figures["step"].rstrip(")"))
         assert figures["allowed_us"] == replayed["host_us"]
         assert figures["holds"] == (figures["excess_us"] <= figures["allowed_us"])
-    # The engine's own call destroys the graph at once; everything else leaves that to the step.
-    assert [figures["destroy_us"] > 0 for figures in report["refused"]] == [False, True, True, True, True]
+    # No step destroys what it refuses.
+    assert not any(figures["destroy_us"] for figures in report["refused"])
     assert len(out[out.index("| what happened") :].splitlines()) == 2 + 6
 
 

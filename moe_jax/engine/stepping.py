@@ -125,7 +125,8 @@ class Stepper:
 
     def void(self) -> None:
         """No token that was drawn already is given: the next steps draw anew, from where the host is."""
-        self._let_go()
+        if self._ahead is not None:  # else the device's rows are where the host is
+            self._let_go()
         self._doubt(list(self._drawn))
 
     def close(self) -> None:

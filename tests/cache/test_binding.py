@@ -59,7 +59,7 @@ def test_every_address_is_that_of_the_table_after_any_mutation():
         if name is not None:
             use = world.table.get(name).use
             world.place(name, world.oracle.arrays[name], use)
-        assert [call[1] for call in bindings.bound("test", launches, world.table).calls] == at(world, launches)
+        assert [call[1] for call in bindings.bound("test", launches, world.table)[0].calls] == at(world, launches)
 
 
 def test_another_table_is_resolved_as_a_whole(resolved):
@@ -70,7 +70,7 @@ def test_another_table_is_resolved_as_a_whole(resolved):
     bindings, launches = Bindings(world.runtime, 4), equal_list(2)
     everything = set(range(len(launches.launches)))
     for one in (world, other, world):
-        assert [call[1] for call in bindings.bound("test", launches, one.table).calls] == at(one, launches)
+        assert [call[1] for call in bindings.bound("test", launches, one.table)[0].calls] == at(one, launches)
     assert resolved == [everything] * 3
 
 
@@ -183,5 +183,5 @@ def test_a_mutation_while_a_list_is_bound_is_seen_by_the_next_step(monkeypatch):
 
     monkeypatch.setattr(identity, "suspects", suspects)
     for _ in range(2):
-        calls = bindings.bound("test", launches, world.table).calls
+        calls = bindings.bound("test", launches, world.table)[0].calls
     assert [call[1] for call in calls] == at(world, launches)

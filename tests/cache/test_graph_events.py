@@ -148,6 +148,7 @@ def test_ordinary_steps(world_for, event):
     effect = EFFECTS[event]
     outcomes = [world.step(**changes) for _ in effect.calls]
     assert tuple(outcome.kind for outcome in outcomes) == effect.calls
+    world.nothing_leaked()
     alive = handle in world.runtime.executables
     assert alive == (effect.fate in ("kept", "retained", "updated", "other key", "not bound"))
     if effect.fate in ("kept", "retained", "updated"):
@@ -155,7 +156,6 @@ def test_ordinary_steps(world_for, event):
     if effect.fate == "swept":
         assert world.graphs.stats()["swept"] == 1
     world.counts_add_up()
-    world.nothing_leaked()
 
 
 @pytest.mark.parametrize("event", Event, ids=lambda event: event.name)

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from toy_step import World, manifest, step_launches
+from toy_step import World, manifest, step_launches, weights
 
+from moe_jax.cache import store
+from moe_jax.cache.graphs import Graphs
 from moe_jax.cache.outcome import Reason
 from moe_jax.cache.running import Runner
 from moe_jax.cache.store import GraphStore
@@ -100,26 +102,59 @@ PLACES = {
     "update": lines(Runner._update, GraphStore.take) + NEW,
     "update anew": lines(Runner._update, Runner._instantiated, GraphStore.destroy),
     "replay": lines(Runner._replay, Runner._recorded, Runner._set_event),
+    # Another graph is retired before, by or in the step.
+    "refused": lines(Runner._admit_direct, GraphStore.retire, Graphs._observe),
+    "swept": lines(GraphStore.sweep, GraphStore.forget, GraphStore.retire, Graphs._observe),
+    "put off": lines(GraphStore.put_off, GraphStore.destroy_one, GraphStore._unowned, GraphStore.destroy),
+    "room": lines(GraphStore.make_room, GraphStore._unowned, GraphStore.destroy),
+    "eviction": lines(
+        GraphStore.make_room, GraphStore._evict, GraphStore.forget, GraphStore.retire, GraphStore.destroy
+    ),
+    "taken along": lines(Runner.run, GraphStore.destroy_one, GraphStore._unowned, GraphStore.destroy),
 }
+RETIRING = ("refused", "swept", "put off", "room", "eviction", "taken along")
 CASES = [(kind, *place) for kind, places in PLACES.items() for place in places]
 
 
 def world_before(kind: str, monkeypatch) -> tuple[World, Any]:
     """One whose next step, of these launches, is of a kind. Before an update or a replay another is in flight."""
-    mode = "off" if kind == "direct" else "simulate"
-    world = World(mode=mode, layers=1, accept=False, decode_boundary_overlap=True)
+    mode, entries = "off" if kind == "direct" else "simulate", 1 if kind in ("room", "eviction") else 32
+    world = World(mode=mode, layers=1, accept=False, decode_boundary_overlap=True, max_entries=entries)
     world.registry.accept(manifest(layers=1, staged=kind == "staged"))
     whole = step_launches(ROWS, layers=1)
     if kind == "capture":
         world.step(ROWS, launches=whole)
     elif kind in ("update", "update anew", "replay"):
         world.warm(ROWS, launches=whole)
+    elif kind in RETIRING:
+        with_a_retired_graph(kind, world, whole, monkeypatch)
     world.inputs(ROWS, ROWS)
-    if kind in ("update", "update anew", "replay"):
+    if kind in ("update", "update anew", "replay", "refused", "swept"):
         queue(world, whole)
+    if kind == "refused":
+        world.place("down.0", weights(1)["down.0"], "weights")
+    elif kind == "swept":
+        world.registry.advance_owner("main")
     if kind == "update anew":
         monkeypatch.setattr(world.runtime, "update", lambda executable, captured: False)
     return world, step_launches(ROWS, layers=1, extent=64) if kind.startswith("update") else whole
+
+
+def with_a_retired_graph(kind: str, world: World, whole, monkeypatch) -> None:
+    """Up to the step in which it is retired or destroyed."""
+    if kind == "eviction":
+        world.warm(4, launches=step_launches(4, layers=1))
+        world.step(ROWS, launches=whole)
+        return
+    world.warm(ROWS, launches=whole)
+    if kind in ("refused", "swept"):
+        return
+    if kind == "put off":
+        monkeypatch.setattr(store, "PATIENCE", 2)
+        world.registry.close_admission("main", "for long")
+    world.place(f"tokens/{ROWS}", world.oracle.arrays[f"tokens/{ROWS}"], "arena")
+    world.step(ROWS, launches=whole)
+    assert world.graphs.stats()["retired"] == 1
 
 
 @pytest.mark.parametrize(("kind", "function", "line"), CASES, ids=named)

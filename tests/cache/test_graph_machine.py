@@ -161,7 +161,9 @@ class Steps(RuleBasedStateMachine):
     @invariant()
     def counts_add_up_and_nothing_leaked(self):
         stats, runtime = self.world.counts_add_up(), self.world.runtime
-        assert len(runtime.executables) + len(runtime.graphs) == stats["graphs"] + stats["undestroyed"]
+        made = len(runtime.executables) + len(runtime.graphs)
+        assert made == stats["graphs"] + stats["retired"] + stats["undestroyed"]
+        assert stats["graphs"] + stats["retired"] <= stats["max_entries"]
 
     def teardown(self):
         world = self.world

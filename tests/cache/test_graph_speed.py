@@ -97,7 +97,7 @@ def test_lookup_and_checks_of_a_replay(capsys):
     runtime.launch = lambda kernel, addresses, on: None
     direct = best(lambda: off.step(launches, certificate, table), calls=20)
     assert off.last.reason is Reason.OFF
-    binding = Bindings(runtime, 1).bound("test", launches, table)
+    binding, _ = Bindings(runtime, 1).bound("test", launches, table)
     empty = best(lambda: binding.run(runtime, off.stream), calls=20)
     del runtime.launch
 

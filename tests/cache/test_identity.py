@@ -30,7 +30,7 @@ def plan(world: World | None = None, *, launches=None, bucket: int = 2, **change
 
 def held(world: World) -> Held:
     world.add_bucket(2)
-    found, moved, missing = hold(world.table, step_launches(2))
+    found, moved, missing = hold(world.table, world.table.snapshot(), step_launches(2))
     assert missing is None and found is not None and [*moved] == [*range(len(found.witnesses))]
     return found
 
@@ -106,7 +106,7 @@ def test_3_properties():
     found = check_properties(one.properties, plan(world, launches=step_launches(2, extent=64)).properties)
     assert found is not None and (found.path, found.was, found.now) == ("extents", (256,), (64,))
     for path, value in (("coverage", "other"), ("certificate", ("other",))):
-        found = check_properties(one.properties, replace(one.properties, **{path: value}))
+        found = check_properties(one.properties, one.properties._replace(**{path: value}))
         assert found is not None and (found.check, found.path) == ("properties", path)
 
 

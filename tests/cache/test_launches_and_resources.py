@@ -8,12 +8,14 @@ import sys
 import threading
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from toy_step import HostFunction, step_launches
 
 from moe_jax import cache
+from moe_jax.cache import launches as launches_module
 from moe_jax.cache.launches import Buffer, Copy, Launch, LaunchList, Operand, _take, dense
 from moe_jax.cache.resources import Resource, ResourceTable, next_serial
 from moe_jax.errors import InvalidArgument
@@ -335,13 +337,16 @@ def test_a_witness_is_all_of_a_resource_but_its_capsule():
         assert replace(one, **change).witness != one.witness
 
 
-def test_launches_of_any_number_of_operands_get_their_addresses():
+def test_launches_of_any_number_of_operands_get_their_addresses(monkeypatch):
     buffers = dense("a", "uint8", (256,)), dense("b", "uint8", (256,))
     launches = LaunchList(
         buffers, (Copy(Operand("b", 32), Operand("a", 16), 8), Copy(Operand("a", 16), Operand("b"), 8))
     )
-    assert launches.addresses([1000, 2000], range(2)) == [(2032, 1016), (1016, 2000)]
-    assert launches.addresses([1000, 2000], [1]) == [(1016, 2000)] and launches.users == ((0, 1), (0, 1))
+    places = [SimpleNamespace(address=address) for address in (1000, 2000)]
+    for few in (0, 1, 2):
+        monkeypatch.setattr(launches_module, "FEW_LAUNCHES", few)
+        assert launches.addresses(places, range(2)) == [(2032, 1016), (1016, 2000)]
+        assert launches.addresses(places, [1]) == [(1016, 2000)] and launches.users == ((0, 1), (0, 1))
     for count in range(4):
         take = _take([2, 0, 1][:count])
         assert take([10, 11, 12]) == (12, 10, 11)[:count]

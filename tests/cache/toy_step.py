@@ -461,9 +461,13 @@ class World:
         return stats
 
     def nothing_leaked(self) -> None:
-        """The device has the executables that the store counts, and no other graph."""
-        assert len(self.runtime.executables) == self.graphs.stats()["graphs"]
-        assert not self.runtime.graphs
+        """The device has the executables that the store counts, and no other graph; of those that wait to be destroyed,
+        none when everything has been waited for.
+        """
+        stats = self.graphs.stats()
+        assert len(self.runtime.executables) == stats["graphs"] + stats["retired"] and not self.runtime.graphs
+        self.graphs.drain()
+        assert len(self.runtime.executables) == stats["graphs"] and self.graphs.stats()["retired"] == 0
 
 
 def scratch_fits() -> bool:
