@@ -156,7 +156,8 @@ def unreachable(message: str) -> bool:
 @pytest.mark.parametrize(
     "address", ["http://127.0.0.1:9", pytest.param("http://nowhere.invalid", marks=pytest.mark.slow)]
 )
-def test_an_index_out_of_reach_is_told_from_a_wrong_name(tmp_path, address):
+def test_an_index_out_of_reach_is_told_from_a_wrong_name(tmp_path, monkeypatch, address):
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")  # nothing comes of waiting
     wanted = tmp_path / "network-failed-to-fetch.in"
     wanted.write_text("network-failed-to-fetch")
     no_connection = uv_compile(wanted, "--no-config", "--no-cache", "--default-index", address)

@@ -297,15 +297,14 @@ def test_C68_the_same_tile_in_another_process_and_hash_seed(tmp_path):
     assert "lag=32" in outs.pop()
 
 
-def _write_many(folder: Path, lag: int) -> None:
-    for _ in range(5):
-        write(folder, DEVICE, "expert_ffn", SOURCE, BUILDER, "2026-01-01", [entry(n, lag=lag) for n in range(1, 65)])
-
-
 def test_C69_writers_at_once_leave_a_whole_file(tmp_path):
-    """Eight processes publish into one empty folder, read by this one all the while."""
-    with multiprocessing.get_context("spawn").Pool(8) as pool:
-        done = pool.starmap_async(_write_many, [(tmp_path, lag) for lag in range(1, 9)])
+    """Eight processes publish into one empty folder, five times each, read by this one all the while."""
+    entries = [[entry(n, lag=lag) for n in range(1, 65)] for lag in range(1, 9) for _ in range(5)]
+    calls = [(tmp_path, DEVICE, "expert_ffn", SOURCE, BUILDER, "2026-01-01", each) for each in entries]
+    context = multiprocessing.get_context("forkserver")  # which imports JAX once for all
+    context.set_forkserver_preload(["moe_jax.pallas_kernels.tuned"])
+    with context.Pool(8) as pool:
+        done = pool.starmap_async(write, calls, chunksize=5)
         while not done.ready():
             for path in tmp_path.glob("*.json"):
                 load(path)
