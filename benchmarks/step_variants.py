@@ -33,10 +33,10 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import numpy as np
 
-from moe_jax.bench import decode_engine
+from moe_jax.bench import decode, decode_engine
 from moe_jax.bench.cases import parse_rows
 from moe_jax.bench.decode_model import config_of, cut, random_model
-from moe_jax.cache import LaunchList, Runtime, SimulatedRuntime, row_buckets
+from moe_jax.cache import Buffer, LaunchList, Runtime, SimulatedRuntime, row_buckets
 from moe_jax.engine import Engine, step
 from moe_jax.engine.host import compiled_reference
 from moe_jax.pallas_kernels import compiled
@@ -109,7 +109,7 @@ class Compared:
 
     def __init__(self, engine: Engine, variants: Sequence[Variant], rows: int):
         self.engine, self.runtime, self.stream = engine, engine.runtime, engine.graphs.stream
-        self.launches, _, self.table = decode_engine.arguments(engine)
+        _, _, self.table = decode_engine.arguments(engine)
         engine.graphs.drain()
         self._own: list[Any] = []
         self.graphs = [self._graph(self._of(variant, rows)) for variant in variants]
@@ -147,22 +147,21 @@ class Compared:
             return step.build(geometry, (rows,), (), **options).decode[rows]
 
     def _graph(self, launches: LaunchList) -> tuple[Any, Any]:
-        calls = []
-        for new, old in zip(launches.launches, self.launches.launches, strict=True):
-            if new.spec.name == "advance":
-                continue
-            places = {a.name: (a.shape, o) for a, o in zip(old.spec.arguments, old.operands, strict=True)}
-            calls.append((self.runtime.load(new.spec), [self._address(a, places) for a in new.spec.arguments]))
+        at = {buffer.name: self._address(buffer) for buffer in launches.buffers}
+        calls = [
+            (self.runtime.load(each.spec), [at[operand.buffer] + operand.offset for operand in each.operands])
+            for each in launches.launches
+            if each.spec.name != "advance"
+        ]
         return decode_engine.graph_of(self.runtime, self.stream, calls)
 
-    def _address(self, argument: Any, places: Mapping[str, Any]) -> int:
-        """The engine's memory; its own for state and scratch that another tile has another amount of."""
-        shape, operand = places.get(argument.name, (None, None))
-        if shape == argument.shape:
-            return self.table.get(operand.buffer).address + operand.offset
-        zeros = np.zeros(argument.shape, argument.dtype)
-        address, capsule = self.runtime.allocate(max(zeros.nbytes, 1))
-        self.runtime.write(address, zeros, self.stream)
+    def _address(self, buffer: Buffer) -> int:
+        """The engine's memory; its own where another tile has another amount of it (counters and scratch)."""
+        resource, size = self.table.get(buffer.name), buffer.layout.bytes
+        if resource is not None and resource.bytes >= size:
+            return resource.address
+        address, capsule = self.runtime.allocate(size)
+        self.runtime.write(address, np.zeros(size, np.uint8), self.stream)
         self._own.append(capsule)
         return address
 
@@ -200,7 +199,7 @@ def measure(names: Sequence[str], variants: Sequence[Variant], args: argparse.Na
     report: dict[str, Any] = {"device": device.device_kind, "date": time.strftime("%F"), "shape": args.shape}
     report |= {"layers": config.layers, "context": args.context, "rows": {}}
     for rows in args.rows:
-        tokens = args.context + decode_engine.positions(0)
+        tokens = args.context + decode.positions()  # as `decode_build.geometry` has it
         with Engine(
             model, max_sequences=rows, max_tokens=tokens, long_prompts=None, graphs=args.graphs,
             runtime=_runtime(device, args),

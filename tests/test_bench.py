@@ -250,6 +250,31 @@ def test_repeats_follow_the_length_of_a_chain():
     assert repeats_for(1e9) == LEAST_REPEATS
 
 
+@pytest.mark.parametrize("us", [50.0, 3000.0, 34000.0])
+def test_waiting_for_the_device_is_little_of_a_chains_time(us: float, monkeypatch: pytest.MonkeyPatch):
+    """A device that starts 400 µs after the first call of a row; the host needs 20 µs a call, and 30 after the last."""
+    clock, rows = {"host": 0.0, "device": 0.0}, []
+
+    def run():
+        if clock["device"] <= clock["host"]:
+            clock["device"] = clock["host"] + 400.0
+            rows.append(0)
+        rows[-1] += 1
+        clock["host"] += 20.0
+        clock["device"] += us
+
+    def wait(_):
+        clock["host"] = max(clock["host"], clock["device"]) + 30.0
+
+    monkeypatch.setattr(timing.jax, "block_until_ready", wait)
+    monkeypatch.setattr(timing.time, "sleep", lambda _: None)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock["host"] * 1e-6)
+    found = timing.time_calls(contenders.Work("", "jit", run, run))
+    assert found.note is None and len(found.us) >= LEAST_REPEATS
+    # Of the shortest 42 go in a row, as one alone takes 480.
+    assert found.us == pytest.approx([us] * len(found.us), rel={50.0: 0.21, 3000.0: 0.025, 34000.0: 0.013}[us])
+
+
 def test_long_chains_pause_as_long_as_they_run(monkeypatch: pytest.MonkeyPatch):
     pauses = []
     monkeypatch.setattr(timing.time, "sleep", pauses.append)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("cuda.core")
 
 from benchmarks import step_variants
+from moe_jax.cache import SimulatedRuntime
 from moe_jax.engine import step
+from moe_jax.pallas_kernels.linear import linear_spec
 
 SIMULATED = ["--shape", "tiny", "--layers", "2", "--context", "9", "--graphs", "simulate"]
 
@@ -25,10 +29,41 @@ def test_variants_are_compared_on_one_engine_and_leave_nothing_behind(monkeypatc
     found = json.loads(path.read_text())["rows"]["2"]
     assert list(found) == ["as it is", *variants]
     assert all(len(cell["rounds_us"]) == 2 and cell["us"] > 0 for cell in found.values())
-    # Keys are cut by the reference as by the kernel; everything else is the schedule's.
-    assert [cell["other_bits"] for cell in found.values()] == [False, False, True, False]
+    assert [cell["other_bits"] for cell in found.values()] == [False, False, False, False]
     assert "attention.run=1" in capsys.readouterr().out
     assert (step.linear_spec, step.decode_attention_specs, step.tuned_tile_for) == before
+
+
+def test_other_bits_are_told(monkeypatch, capsys):
+    monkeypatch.setattr(step_variants, "REPLAYS", 1)
+    monkeypatch.setattr(step_variants, "ROUNDS", 2)
+
+    def linear(rows, inputs, outputs, **options):
+        made = linear_spec(rows, inputs, outputs, **options)
+        twice = options.get("tile") and options["tile"].split == 4
+        reference = made.reference
+        return dataclasses.replace(made, reference=lambda *given: 2 * reference(*given)) if twice else made
+
+    monkeypatch.setattr(step, "linear_spec", linear)
+    step_variants.main(["qkv.early=False", "qkv.split=4,qkv.early=False", *SIMULATED])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "µs" in line]
+    assert ["other bits" in line for line in lines] == [False, False, True]
+
+
+def test_what_is_built_is_all_that_is_measured(monkeypatch, tmp_path):
+    """The engine and the variants find every kernel in the folder."""
+    monkeypatch.syspath_prepend(Path(step_variants.__file__).parent)
+    built, loaded, load = set(), set(), SimulatedRuntime.load
+    monkeypatch.setattr(step_variants.compiled, "load", lambda folder, spec, capability: built.add(spec.key))
+    monkeypatch.setattr(SimulatedRuntime, "load", lambda runtime, spec: loaded.add(spec.key) or load(runtime, spec))
+    monkeypatch.setattr(step_variants, "REPLAYS", 1)
+    monkeypatch.setattr(step_variants, "ROUNDS", 2)
+    words = ["attention.run=1", *SIMULATED, "--rows", "1,2"]
+    of_device = ["--device", SimulatedRuntime.device_kind, "--capability", str(SimulatedRuntime.capability)]
+    step_variants.main([*words, *of_device, "--cubins", str(tmp_path), "--build"])
+    assert not loaded
+    step_variants.main(words)
+    assert loaded and loaded <= built
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,27 @@ def rest(us: float) -> None:
         time.sleep(us * 1e-6)
 
 
+def time_calls(work: Work) -> Timing:
+    """Calls in a row, waited for together; a row is so long that waiting does not count."""
+
+    def row(calls: int, pause: float = 0.0) -> tuple[float, float]:
+        rest(pause)
+        start = time.perf_counter()
+        outs = None
+        for _ in range(calls):
+            outs = work.run()
+        queued = time.perf_counter()
+        jax.block_until_ready(outs)
+        return (time.perf_counter() - start) * 1e6 / calls, (queued - start) * 1e6 / calls
+
+    row(1)
+    once, _ = row(1)
+    calls = max(1, min(50, math.ceil(2e4 / once)))
+    found = [row(calls, once * calls) for _ in range(max(LEAST_REPEATS, repeats_for(once * calls) // 2))]
+    bound = statistics.median(queued / whole for whole, queued in found) > 0.9
+    return Timing([whole for whole, _ in found], "the host's launches take as long" if bound else None)
+
+
 class CudaTimer:
     """Times on a CUDA device: graph replays between events where that can be, else by the host's clock.
 
@@ -101,7 +122,7 @@ class CudaTimer:
         self.l2_bytes = cuda.properties.l2_cache_size
 
     def time(self, work: Work) -> Timing:
-        return {"launches": self._launches, "torch": self._torch, "jit": self._jit}[work.kind](work)
+        return {"launches": self._launches, "torch": self._torch, "jit": time_calls}[work.kind](work)
 
     def _launches(self, work: Work) -> Timing:
         from moe_jax.pallas_kernels.launcher import capture, replay_times
@@ -138,26 +159,6 @@ class CudaTimer:
         once = [replay() for _ in range(3)][-1]
         return Timing([replay(once) for _ in range(repeats_for(once))])
 
-    def _jit(self, work: Work) -> Timing:
-        """Calls in a row, waited for together; a row is so long that waiting does not count."""
-
-        def row(calls: int, pause: float = 0.0) -> tuple[float, float]:
-            rest(pause)
-            start = time.perf_counter()
-            outs = None
-            for _ in range(calls):
-                outs = work.run()
-            queued = time.perf_counter()
-            jax.block_until_ready(outs)
-            return (time.perf_counter() - start) * 1e6 / calls, (queued - start) * 1e6 / calls
-
-        row(1)
-        once, _ = row(1)
-        calls = max(1, min(50, math.ceil(2e4 / once)))
-        found = [row(calls, once * calls) for _ in range(max(LEAST_REPEATS, repeats_for(once * calls) // 2))]
-        bound = statistics.median(queued / whole for whole, queued in found) > 0.9
-        return Timing([whole for whole, _ in found], "the host's launches take as long" if bound else None)
-
     def ceilings(self) -> Ceilings:
         return Ceilings(self._read_tbs(), self._matmul_tflops())
 
@@ -189,7 +190,7 @@ class CudaTimer:
             multiply = jax.jit(functools.partial(jax.lax.dot_general, dimension_numbers=dimensions))
             run = functools.partial(multiply, a, b)
             jax.block_until_ready(run())
-            times.append(statistics.median(self._jit(Work("", "jit", run, run)).us))
+            times.append(statistics.median(time_calls(Work("", "jit", run, run)).us))
         if importlib.util.find_spec("torch") is not None:
             import torch
 

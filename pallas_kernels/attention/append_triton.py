@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..experts.triton import pause
 from ..kv_append.triton import heads_of_row, page_of, tables_of
-from .triton import item_of, leave, over_keys, pages_of, work_of
+from .triton import item_of, items_of, over_keys, pages_of, work_of
 
 
 @triton.jit
@@ -45,7 +45,8 @@ def append_attend(
     SEQUENCES: tl.constexpr,
     PAGES: tl.constexpr,
     PAGE: tl.constexpr,
-    PIECE_PAGES: tl.constexpr,
+    ITEM_PAGES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -66,23 +67,25 @@ def append_attend(
     group = tl.arange(0, GROUPS)
     sequences = tl.load(sequence_ptr + group, mask=group < ROWS, other=0)
     positions = tl.load(position_ptr + group, mask=group < ROWS, other=0)
-    items = tl.max(end, 0) * KV_HEADS
+    slots, ends = items_of(end, GROUPS, KV_HEADS, AT_ONCE, PROGRAMS)
+    items = tl.max(ends, 0) * KV_HEADS
     SHARE: tl.constexpr = HEADS // KV_HEADS
     dtype = qkv_ptr.dtype.element_ty
     m = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, DIM_POW2)
     for item in range(tl.program_id(0), items, PROGRAMS):
         slot, kv_head, row, sequence, tile, stop, start, final = item_of(
-            item, last, lows, first, end, tl.maximum(sequences, 0), tiles, GROUPS, KV_HEADS, SEQUENCES, TILE
-        )
+            item, last, lows, first, end, slots, ends, tl.maximum(sequences, 0), tiles,
+            GROUPS, KV_HEADS, SEQUENCES, TILE,
+        )  # fmt: skip
         pages_at = table_ptr + sequence * (LONGEST // PAGE)
-        index, pages = pages_of(pages_at, tile, final, TILE, PAGE, PIECE_PAGES)
+        index, pages = pages_of(pages_at, tile, final, TILE, PAGE, ITEM_PAGES)
         # As they are given, unlike `sequence` and `final`.
         position = tl.sum(tl.where(group == row, positions, 0), 0)
         given = tl.sum(tl.where(group == row, sequences, 0), 0)
         turned = position < POSITIONS
-        ends = stop * TILE > final
-        page, mapped = page_of(table_ptr, position, given, ends & turned, PAGE, PAGES, LONGEST // PAGE, SEQUENCES)
+        is_last = stop * TILE > final
+        page, mapped = page_of(table_ptr, position, given, is_last & turned, PAGE, PAGES, LONGEST // PAGE, SEQUENCES)
         # The queries of a key head, its key, its value.
         is_query = m < SHARE
         head = kv_head * SHARE + m
@@ -106,12 +109,11 @@ def append_attend(
         q = tl.where(turned, tl.where(is_query[:, None], value, 0.0), 0.0).to(dtype)
         # The new key and value are there for every thread that copies keys.
         tl.debug_barrier()
-        top, total, out = over_keys(
+        over_keys(
             q, tl.where(is_query, final, -1), k_pages_ptr, v_pages_ptr, pages_at, index, pages, kv_head, tile, stop,
-            start, final, DIM, DIM_POW2, KV_HEADS, WINDOW, TILE, RUN, PAGES, PAGE, SCALE, BLOCK_M,
+            start, final, vector_ptr, weight_ptr, slot, tl.zeros_like(m), head, is_query, tiles,
+            DIM, DIM_POW2, HEADS, KV_HEADS, 1, WINDOW, TILE, RUN, PAGES, PAGE, SCALE, BLOCK_M,
         )  # fmt: skip
-        place = slot.to(tl.int64) * HEADS + head
-        leave(vector_ptr, weight_ptr, place, is_query, top, total, out, DIM, DIM_POW2)
     if PDL:
         gdc_wait()  # also without work: when this launch has ended, so have all before it
     if LINGER > 0 and tl.program_id(0) >= items:

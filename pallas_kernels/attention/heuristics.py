@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from ..device import shared_memory
 
 MAX_ROWS = 64
-# Keys of a tile, half of them in float32; splits that the second pass reduces at a time.
+# Keys of a tile, half of them in float32.
 TILE = 64
-CHUNK = 16
 # Query heads of one program: the matrix unit's rows. 64 would choose another instruction.
 MAX_BLOCK_M = 32
 
@@ -21,9 +20,9 @@ class Schedule:
     Attributes:
         run, runs: tiles of a run and runs of a split. These belong to the arithmetic.
         programs: programs that share the work; as many as the device holds at once.
+        at_once: splits or runs at most that a program takes one after the other, without an end of its loads.
         fill: with fewer pairs of split and key head than this, programs take runs.
         num_warps, num_stages: as Triton means them.
-        combine_warps: warps of the second pass. These belong to the arithmetic and depend on nothing.
         linger: nanoseconds that programs without work stay, where attention appends: else the weights of the next
             launch would come into their place at once, and slow what the others read.
     """
@@ -31,11 +30,18 @@ class Schedule:
     run: int = 2
     runs: int = 4
     programs: int = 264
+    at_once: int = 4
     fill: int = 128
     num_warps: int = 4
     num_stages: int = 3
-    combine_warps: int = 8
     linger: int = 1200
+
+
+def combine_launch(rows: int, heads: int) -> dict[str, int]:
+    """Warps of the second launch, and loads in flight of a program in units of four splits."""
+    # A thread for each element of a head of 128. Few programs may have registers for many loads; of many as many as can
+    # be shall be resident.
+    return {"num_warps": 4, "flying": 4 if rows * heads <= 264 else 2}
 
 
 def max_dim(dtype: str) -> int:

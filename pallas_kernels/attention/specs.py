@@ -12,7 +12,7 @@ from ..kv_append.specs import kv_append_spec
 from ..plan.specs import power_of_two
 from ..spec import Argument, KernelSpec, check_float
 from . import reference
-from .heuristics import CHUNK, MAX_BLOCK_M, MAX_ROWS, Schedule, group_rows, max_dim, schedule_for, tile_keys
+from .heuristics import MAX_BLOCK_M, MAX_ROWS, Schedule, combine_launch, group_rows, max_dim, schedule_for, tile_keys
 
 
 def attention_specs(
@@ -169,7 +169,6 @@ class _Sizes(NamedTuple):
         launch: how it is launched.
         of_reference: what its reference takes besides arrays.
         cut: how keys are cut.
-        combine_warps: of the second launch.
     """
 
     rows: int
@@ -184,7 +183,6 @@ class _Sizes(NamedTuple):
     launch: dict[str, Any]
     of_reference: dict[str, Any]
     cut: dict[str, Any]
-    combine_warps: int
 
 
 def _sizes(
@@ -243,7 +241,8 @@ def _sizes(
         shape=shape,
         constants=(
             *shape, ("SEQUENCES", sequences), ("PAGES", pages), ("PAGE", page_size),
-            ("PIECE_PAGES", max(1, split * tile // page_size)), ("SCALE", scale), ("BLOCK_M", block_m),
+            ("ITEM_PAGES", power_of_two(max(1, schedule.at_once * split * tile // page_size))),
+            ("AT_ONCE", schedule.at_once), ("SCALE", scale), ("BLOCK_M", block_m),
             ("PROGRAMS", schedule.programs), ("PDL", pdl),
         ),
         outputs=(
@@ -256,14 +255,14 @@ def _sizes(
         },
         of_reference={"scale": scale, "slots": slots, **cut},
         cut=cut,
-        combine_warps=schedule.combine_warps,
     )  # fmt: skip
 
 
 def _combine_spec(sizes: _Sizes, dtype: str, sink: bool, pdl: bool) -> KernelSpec:
-    from .triton import combine
+    from .combine_triton import combine
 
     rows, heads, dim, slots = sizes.rows, sizes.heads, sizes.dim, sizes.slots
+    launch = combine_launch(rows, heads)
     return KernelSpec(
         name="attention_combine",
         function=combine,
@@ -274,9 +273,9 @@ def _combine_spec(sizes: _Sizes, dtype: str, sink: bool, pdl: bool) -> KernelSpe
             Argument("sink_ptr", dtype, (heads,) if sink else (1,), "in"),
             Argument("out_ptr", dtype, (rows, heads * dim), "out"),
         ),
-        constexprs=(*sizes.shape, ("CHUNK", CHUNK), ("SINK", sink), ("PDL", pdl)),
+        constexprs=(*sizes.shape, ("SINK", sink), ("FLYING", launch["flying"]), ("PDL", pdl)),
         grid=(rows, heads, 1),
-        num_warps=sizes.combine_warps,
+        num_warps=launch["num_warps"],
         num_stages=1,
         enable_fp_fusion=False,
         pdl=pdl,

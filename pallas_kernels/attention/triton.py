@@ -1,8 +1,8 @@
-"""Attention of 1 to 64 query rows over paged keys and values, and the sum over its splits.
+"""Attention of 1 to 64 query rows over paged keys and values: the first launch, over splits.
 
 Keys are cut at absolute positions: tiles of TILE, runs of RUN tiles, splits of RUNS runs. A tile's softmax is its own,
-tiles of a run and runs of a split are merged in ascending order, splits by one formula of a fixed shape. Every sum
-runs through the matrix unit or over a shape that no launch changes, so a row's bits depend on its own position and on
+tiles of a run and runs of a split are merged in ascending order, and so are splits (`combine_triton`). Every sum runs
+through the matrix unit or element by element, so a row's bits depend on its own position and on
 nothing else. Whether a program takes a split or a run (when there are too few splits to fill the device) changes where
 the merging happens, not what is computed. docs/kernels-decode.md has the reasoning.
 """
@@ -17,7 +17,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _positions(position_ptr, row, mask, LONGEST: tl.constexpr):
+def positions_of(position_ptr, row, mask, LONGEST: tl.constexpr):
     """The last key that some rows see; past the table's keys is its last key, so that nothing outside it is read."""
     return tl.minimum(tl.load(position_ptr + row, mask=mask, other=-1), LONGEST - 1)
 
@@ -39,7 +39,7 @@ def work_of(
     low = tl.full([GROUPS], 0x7FFFFFFF, tl.int32)
     for r in tl.static_range(GROUP_ROWS):
         row = group * GROUP_ROWS + r
-        position = _positions(position_ptr, row, row < ROWS, LONGEST)
+        position = positions_of(position_ptr, row, row < ROWS, LONGEST)
         last = tl.maximum(last, position)
         low = tl.where(position >= 0, tl.minimum(low, position), low)
     low = tl.maximum(low - (WINDOW - 1), 0) if WINDOW > 0 else tl.zeros([GROUPS], tl.int32)
@@ -54,7 +54,7 @@ def work_of(
 
 
 @triton.jit
-def _merge(top, total, out, tile_top, tile_total, tile_out, there):
+def merge(top, total, out, tile_top, tile_total, tile_out, there):
     """Add a tile that is ``there`` to what came before it."""
     largest = tl.maximum(top, tile_top)
     # Two times -inf: a row all of whose scores are -inf so far.
@@ -66,36 +66,57 @@ def _merge(top, total, out, tile_top, tile_total, tile_out, there):
 
 
 @triton.jit
-def item_of(
-    item, last, lows, first, end, sequences, tiles,
-    GROUPS: tl.constexpr, KV_HEADS: tl.constexpr, SEQUENCES: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """What an item of the list is.
+def items_of(end, GROUPS: tl.constexpr, KV_HEADS: tl.constexpr, AT_ONCE: tl.constexpr, PROGRAMS: tl.constexpr):
+    """How slots are shared out: a program goes from one slot to the next without an end of its loads, up to AT_ONCE of
+    them where there are more slots than programs.
 
     Returns:
-        its slot, key head, group and sequence; its first tile and the one after its last; first and last key that the
-        group sees.
+        ``slots`` ``[GROUPS]`` of each group; ``ends`` the number of items up to and with the group, for each key head.
     """
-    slot = item // KV_HEADS
-    kv_head = item % KV_HEADS
     group = tl.arange(0, GROUPS)
-    # The group that a slot belongs to, and the slot's number in absolute positions.
-    mine = tl.sum((end <= slot).to(tl.int32), 0)
-    here = group == mine
-    before = tl.max(tl.where(group < mine, end, 0), 0)
-    tile = (slot - before + tl.sum(tl.where(here, first, 0), 0)) * tiles
-    final = tl.sum(tl.where(here, last, 0), 0)
-    start = tl.sum(tl.where(here, lows, 0), 0)
-    sequence = tl.minimum(tl.sum(tl.where(here, sequences, 0), 0), SEQUENCES - 1)
-    return slot, kv_head, mine, sequence, tile, tl.minimum(tile + tiles, final // TILE + 1), start, final
+    before = tl.sum(tl.where(group[None, :] + 1 == group[:, None], end[None, :], 0), 1)
+    slots = end - before
+    many = tl.minimum(tl.maximum(tl.cdiv(tl.max(end, 0) * KV_HEADS, PROGRAMS), 1), AT_ONCE)
+    return slots, tl.cumsum(tl.cdiv(slots, many), 0)
 
 
 @triton.jit
-def pages_of(pages_at, tile, final, TILE: tl.constexpr, PAGE: tl.constexpr, PIECE_PAGES: tl.constexpr):
-    """Numbers of a piece's pages in the table's row, and those pages: read at once, before the piece's keys. Only for
+def item_of(
+    item, last, lows, first, end, slots, ends, sequences, tiles,
+    GROUPS: tl.constexpr, KV_HEADS: tl.constexpr, SEQUENCES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What an item of the list is: slots that follow each other, of one group and key head.
+
+    Returns:
+        its first slot, key head, group and sequence; its first tile and the one after its last; first and last key that
+        the group sees.
+    """
+    number = item // KV_HEADS
+    kv_head = item % KV_HEADS
+    group = tl.arange(0, GROUPS)
+    # The group that an item belongs to, and its number there; items of a group are equally long, but for one slot.
+    mine = tl.sum((ends <= number).to(tl.int32), 0)
+    here = group == mine
+    before = tl.max(tl.where(group < mine, ends, 0), 0)
+    many = tl.sum(tl.where(here, ends, 0), 0) - before
+    count = tl.sum(tl.where(here, slots, 0), 0)
+    begin = (number - before) * count // many
+    stop = (number - before + 1) * count // many
+    slot = tl.sum(tl.where(here, end, 0), 0) - count + begin
+    absolute = tl.sum(tl.where(here, first, 0), 0)
+    final = tl.sum(tl.where(here, last, 0), 0)
+    start = tl.sum(tl.where(here, lows, 0), 0)
+    sequence = tl.minimum(tl.sum(tl.where(here, sequences, 0), 0), SEQUENCES - 1)
+    stop = tl.minimum((absolute + stop) * tiles, final // TILE + 1)
+    return slot, kv_head, mine, sequence, (absolute + begin) * tiles, stop, start, final
+
+
+@triton.jit
+def pages_of(pages_at, tile, final, TILE: tl.constexpr, PAGE: tl.constexpr, ITEM_PAGES: tl.constexpr):
+    """Numbers of an item's pages in the table's row, and those pages: read at once, before the item's keys. Only for
     tiles that lie within a page.
     """
-    index = tl.arange(0, PIECE_PAGES)
+    index = tl.arange(0, ITEM_PAGES)
     pages = index
     if PAGE % TILE == 0:
         index = tile * TILE // PAGE + index
@@ -106,13 +127,14 @@ def pages_of(pages_at, tile, final, TILE: tl.constexpr, PAGE: tl.constexpr, PIEC
 @triton.jit
 def over_keys(
     q, position, k_pages_ptr, v_pages_ptr, pages_at, index, pages, kv_head, tile, stop, start, final,
-    DIM: tl.constexpr, DIM_POW2: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-    RUN: tl.constexpr, PAGES: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr, BLOCK_M: tl.constexpr,
+    vector_ptr, weight_ptr, slot, within, head, live, tiles,
+    DIM: tl.constexpr, DIM_POW2: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    WINDOW: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr, PAGES: tl.constexpr, PAGE: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Query heads ``[BLOCK_M, DIM_POW2]`` over the keys of tiles ``tile`` to ``stop``.
-
-    Returns:
-        largest score, sum of powers and sum of values of each query head, as the second launch takes them.
+    """Query heads ``[BLOCK_M, DIM_POW2]`` over the keys of tiles ``tile`` to ``stop``, which are those of ``slot`` and
+    the slots behind it. Leaves in each of them, for the second launch, the largest score, the sum of powers and the sum
+    of values of each query head that is ``live``: head ``head`` of row ``within`` of the group.
     """
     # A tile within one page has one address.
     ONE_PAGE: tl.constexpr = PAGE % TILE == 0
@@ -155,22 +177,21 @@ def over_keys(
         there = t * TILE <= position
         if WINDOW > 0:
             there = there & ((t + 1) * TILE > position - (WINDOW - 1))
-        run_top, run_total, run_out = _merge(run_top, run_total, run_out, tile_top, tile_total, tile_out, there)
+        run_top, run_total, run_out = merge(run_top, run_total, run_out, tile_top, tile_total, tile_out, there)
         if ((t + 1) % RUN == 0) | (t + 1 == stop):
-            top, total, out = _merge(top, total, out, run_top, run_total, run_out, tl.arange(0, BLOCK_M) >= 0)
+            top, total, out = merge(top, total, out, run_top, run_total, run_out, tl.arange(0, BLOCK_M) >= 0)
             run_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
             run_total = tl.zeros([BLOCK_M], tl.float32)
             run_out = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
-    return top, total, out
-
-
-@triton.jit
-def leave(vector_ptr, weight_ptr, place, live, top, total, out, DIM: tl.constexpr, DIM_POW2: tl.constexpr):
-    """Results of a piece, for the second launch."""
-    dim = tl.arange(0, DIM_POW2)
-    tl.store(vector_ptr + place[:, None] * DIM + dim[None, :], out, mask=live[:, None] & (dim < DIM)[None, :])
-    tl.store(weight_ptr + place * 2, top, mask=live)
-    tl.store(weight_ptr + place * 2 + 1, total, mask=live)
+            if ((t + 1) % tiles == 0) | (t + 1 == stop):
+                place = ((slot + (t - tile) // tiles) * GROUP_ROWS + within).to(tl.int64) * HEADS + head
+                written = live[:, None] & (dim < DIM)[None, :]
+                tl.store(vector_ptr + place[:, None] * DIM + dim[None, :], out, mask=written)
+                tl.store(weight_ptr + place * 2, top, mask=live)
+                tl.store(weight_ptr + place * 2 + 1, total, mask=live)
+                top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                total = tl.zeros([BLOCK_M], tl.float32)
+                out = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
 
 
 @triton.jit
@@ -199,7 +220,8 @@ def attend(
     SEQUENCES: tl.constexpr,
     PAGES: tl.constexpr,
     PAGE: tl.constexpr,
-    PIECE_PAGES: tl.constexpr,
+    ITEM_PAGES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -216,131 +238,32 @@ def attend(
     for r in tl.static_range(GROUP_ROWS):
         of_group = group * GROUP_ROWS + r
         sequences = tl.maximum(sequences, tl.load(sequence_ptr + of_group, mask=of_group < ROWS, other=0))
-    items = tl.max(end, 0) * KV_HEADS
+    slots, ends = items_of(end, GROUPS, KV_HEADS, AT_ONCE, PROGRAMS)
+    items = tl.max(ends, 0) * KV_HEADS
     SHARE: tl.constexpr = HEADS // KV_HEADS
     m = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, DIM_POW2)
     for item in range(tl.program_id(0), items, PROGRAMS):
         slot, kv_head, mine, sequence, tile, stop, start, final = item_of(
-            item, last, lows, first, end, sequences, tiles, GROUPS, KV_HEADS, SEQUENCES, TILE
+            item, last, lows, first, end, slots, ends, sequences, tiles, GROUPS, KV_HEADS, SEQUENCES, TILE
         )
         pages_at = table_ptr + sequence * (LONGEST // PAGE)
-        index, pages = pages_of(pages_at, tile, final, TILE, PAGE, PIECE_PAGES)
+        index, pages = pages_of(pages_at, tile, final, TILE, PAGE, ITEM_PAGES)
         row = mine * GROUP_ROWS + m // SHARE
         head = kv_head * SHARE + m % SHARE
         if GROUP_ROWS == 1:
             position = tl.where(m < SHARE, final, -1)
         else:
-            position = _positions(position_ptr, row, (m < GROUP_ROWS * SHARE) & (row < ROWS), LONGEST)
+            position = positions_of(position_ptr, row, (m < GROUP_ROWS * SHARE) & (row < ROWS), LONGEST)
         live = position >= 0
         if PDL:
             gdc_wait()
         q_at = (row * HEADS + head)[:, None] * DIM + dim[None, :]
         q = tl.load(q_ptr + q_at, mask=live[:, None] & (dim < DIM)[None, :], other=0.0)
-        top, total, out = over_keys(
+        over_keys(
             q, position, k_pages_ptr, v_pages_ptr, pages_at, index, pages, kv_head, tile, stop, start, final,
-            DIM, DIM_POW2, KV_HEADS, WINDOW, TILE, RUN, PAGES, PAGE, SCALE, BLOCK_M,
+            vector_ptr, weight_ptr, slot, m // SHARE, head, live, tiles,
+            DIM, DIM_POW2, HEADS, KV_HEADS, GROUP_ROWS, WINDOW, TILE, RUN, PAGES, PAGE, SCALE, BLOCK_M,
         )  # fmt: skip
-        place = (slot * GROUP_ROWS + m // SHARE).to(tl.int64) * HEADS + head
-        leave(vector_ptr, weight_ptr, place, live, top, total, out, DIM, DIM_POW2)
     if PDL:
         gdc_wait()  # also without work: when this launch has ended, so have all before it
-
-
-@triton.jit
-def _piece(
-    vector_ptr, weight_ptr, slot, row, head, there,
-    GROUP_ROWS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr,
-):  # fmt: skip
-    """What the first launch left in some slots."""
-    dim = tl.arange(0, DIM_POW2)
-    place = (tl.where(there, slot, 0) * GROUP_ROWS + row % GROUP_ROWS).to(tl.int64) * HEADS + head
-    top = tl.load(weight_ptr + place * 2, mask=there, other=float("-inf"))
-    total = tl.load(weight_ptr + place * 2 + 1, mask=there, other=0.0)
-    mask = there[:, None] & (dim < DIM)[None, :]
-    return top, total, tl.load(vector_ptr + place[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def combine(
-    vector_ptr,
-    weight_ptr,
-    position_ptr,
-    sink_ptr,
-    out_ptr,
-    ROWS: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_POW2: tl.constexpr,
-    LONGEST: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TILE: tl.constexpr,
-    RUN: tl.constexpr,
-    RUNS: tl.constexpr,
-    FILL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SINK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """See `attention.specs.attention_specs` for the arguments."""
-    if PDL:
-        gdc_launch_dependents()
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    _, _, first, end, tiles = work_of(
-        position_ptr, ROWS, GROUP_ROWS, GROUPS, KV_HEADS, LONGEST, WINDOW, TILE, RUN, RUNS, FILL
-    )
-    group = tl.arange(0, GROUPS)
-    mine = row // GROUP_ROWS
-    # Scratch slot of absolute slot 0.
-    origin = tl.max(tl.where(group < mine, end, 0), 0) - tl.sum(tl.where(group == mine, first, 0), 0)
-    position = _positions(position_ptr, row, row < ROWS, LONGEST)
-    SPLIT: tl.constexpr = TILE * RUN * RUNS
-    low = 0
-    if WINDOW > 0:
-        low = tl.maximum(position - (WINDOW - 1), 0)
-    if PDL:
-        gdc_wait()
-    lane = tl.arange(0, CHUNK)
-    dim = tl.arange(0, DIM_POW2)
-    top = tl.full([CHUNK], float("-inf"), tl.float32)
-    total = tl.zeros([CHUNK], tl.float32)
-    out = tl.zeros([CHUNK, DIM_POW2], tl.float32)
-    for start in range(low // SPLIT // CHUNK * CHUNK, position // SPLIT + 1, CHUNK):
-        split = start + lane
-        there = (split * SPLIT <= position) & ((split + 1) * SPLIT > low)
-        if tiles == RUN * RUNS:
-            split_top, split_total, split_out = _piece(
-                vector_ptr, weight_ptr, origin + split, row, head, there, GROUP_ROWS, HEADS, DIM, DIM_POW2
-            )
-        else:
-            split_top = tl.full([CHUNK], float("-inf"), tl.float32)
-            split_total = tl.zeros([CHUNK], tl.float32)
-            split_out = tl.zeros([CHUNK, DIM_POW2], tl.float32)
-            for i in tl.static_range(RUNS):
-                run = split * RUNS + i
-                is_run = (run * (RUN * TILE) <= position) & (run >= low // (RUN * TILE))
-                run_top, run_total, run_out = _piece(
-                    vector_ptr, weight_ptr, origin + run, row, head, is_run, GROUP_ROWS, HEADS, DIM, DIM_POW2
-                )
-                split_top, split_total, split_out = _merge(
-                    split_top, split_total, split_out, run_top, run_total, run_out, is_run
-                )
-        top, total, out = _merge(top, total, out, split_top, split_total, split_out, there)
-    largest = tl.max(top, 0)
-    sink = float("-inf")
-    if SINK:
-        sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2_E
-        largest = tl.maximum(largest, sink)
-    base = tl.where(largest == float("-inf"), 0.0, largest)
-    share = tl.exp2(top - base)
-    weight = tl.sum(total * share, 0)
-    if SINK:
-        weight += tl.exp2(sink - base)
-    value = tl.sum(out * share[:, None], 0) / weight
-    value = tl.where(position >= 0, value, 0.0)
-    at = (row * HEADS + head).to(tl.int64) * DIM + dim
-    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=dim < DIM)

@@ -169,7 +169,6 @@ PAGED = {"sequences": 4, "pages": 49, "page_size": 8, "max_pages": 12}
 def small_tiles(monkeypatch):
     """Tiles of 16 keys (of float32), splits of 4 tiles, so that short sequences have several of each."""
     monkeypatch.setattr(attention_heuristics, "TILE", 32)
-    monkeypatch.setattr(attention_module, "CHUNK", 2)
 
 
 def attend(rng, rows, heads, kv_heads, dim, given, *, fill, cut=(2, 2), **options):
@@ -260,6 +259,36 @@ def test_attention_rows_bits_do_not_depend_on_company_or_schedule():
             more[name][rows // 2] = alone[name][0]
         _, (_, company) = attend(rng, rows, 4, 2, 16, more, fill=fill)
         np.testing.assert_array_equal(company["out_ptr"][rows // 2], out["out_ptr"][0])
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("options", [{}, {"window": 333}], ids=str)
+def test_attention_of_many_splits_has_the_same_bits_however_they_are_shared_out(options, monkeypatch):
+    """48 splits of 16 keys: sums of four, several of them at a time, and programs that take several pieces."""
+    rng = np.random.default_rng(19)
+    paged = PAGED | {"pages": 4 * 96 + 1, "max_pages": 96}
+    given = kv_case(rng, rows=3, positions=768, **paged)
+    given["sequence_ptr"][:], given["position_ptr"][:] = (2, 0, 3), (765, 5, 400)
+
+    def launch(runs, **schedule):
+        schedule = Schedule(run=1, runs=runs, **schedule)
+        first, second = attention_specs(3, 4, 2, 16, dtype="float32", **paged, schedule=schedule, **options)
+        one = run(first, rng, given)
+        given.update({name: one[name] for name in ("q_ptr", "k_pages_ptr", "v_pages_ptr")})
+        two = run(second, rng, {name: one[name] for name in ("vector_ptr", "weight_ptr", "position_ptr")})
+        return one, two["out_ptr"]
+
+    for runs in (1, 2):
+        one, out = launch(runs, programs=3, at_once=1, fill=0)
+        arguments = [one[f"{name}_ptr"] for name in ("k_pages", "v_pages", "table", "position", "sequence")]
+        wanted = attention_oracle(one["q_ptr"].reshape(3, 4, 16), *arguments, None, None, options.get("window"))
+        np.testing.assert_allclose(out.reshape(wanted.shape), wanted, rtol=2e-5, atol=2e-5)
+        for programs, at_once, fill in ((1, 64, 0), (7, 3, 0), (500, 4, 0), (7, 4, 10**6)):
+            if fill:
+                monkeypatch.setattr(attention_module, "combine_launch", lambda *_: {"num_warps": 4, "flying": 2})
+            np.testing.assert_array_equal(launch(runs, programs=programs, at_once=at_once, fill=fill)[1], out)
+        monkeypatch.undo()
+        monkeypatch.setattr(attention_heuristics, "TILE", 32)
 
 
 @pytest.mark.usefixtures("small_tiles")
