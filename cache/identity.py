@@ -294,8 +294,8 @@ def compile_program(launches: LaunchList, bucket: int, manifest: Manifest, compi
 def _refusal(coverage: Sequence[Coverage], uncovered: Sequence[int], launches: LaunchList) -> str | None:
     if uncovered:
         launch = launches.launches[uncovered[0]]
-        assert isinstance(launch, Launch)
-        return f"launch {uncovered[0]} ({launch.spec.name}) reads experts of no registered group"
+        name = launch.spec.name if isinstance(launch, Launch) else "copy"
+        return f"launch {uncovered[0]} ({name}) reads experts of no registered group"
     return next((f"group of layer {c.layer}: {c.reason}" for c in coverage if c.reason), None)
 
 

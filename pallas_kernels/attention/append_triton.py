@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..experts.triton import pause
 from ..kv_append.triton import heads_of_row, page_of, tables_of
+from ..waiting import pause
 from .triton import item_of, items_of, over_keys, pages_of, work_of
 
 

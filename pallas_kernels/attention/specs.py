@@ -125,11 +125,6 @@ def decode_attention_specs(
     """
     from .append_triton import append_attend
 
-    if schedule is None:
-        schedule = schedule_for(rows, dim, dtype, capability=capability)
-        if heads + 2 * kv_heads > 16 * kv_heads:
-            # 32 heads of a program where attention alone has 16: by 8 warps, sums stay in registers.
-            schedule = dataclasses.replace(schedule, num_warps=8)
     sizes = _sizes(
         "decode_attention_specs", rows, heads, kv_heads, dim, dtype=dtype, sequences=sequences, pages=pages,
         page_size=page_size, max_pages=max_pages, rows_of_sequence=1, scale=scale, window=window,
@@ -147,7 +142,7 @@ def decode_attention_specs(
         constexprs=(
             *((name, value) for name, value in sizes.constants if name != "GROUP_ROWS"),
             *((name, of_append[name]) for name in ("POSITIONS", "NORM", "NORM_CHUNK", "EPS", "CLIP")),
-            ("LINGER", schedule.linger if pdl else 0),
+            ("LINGER", sizes.linger if pdl else 0),
         ),
         early=(*append.early, "sequence_ptr", "table_ptr"),
         reference=functools.partial(reference.append_attend, norm=norm, eps=eps, clip=clip, **sizes.of_reference),
@@ -169,6 +164,7 @@ class _Sizes(NamedTuple):
         launch: how it is launched.
         of_reference: what its reference takes besides arrays.
         cut: how keys are cut.
+        linger: of the schedule.
     """
 
     rows: int
@@ -183,6 +179,7 @@ class _Sizes(NamedTuple):
     launch: dict[str, Any]
     of_reference: dict[str, Any]
     cut: dict[str, Any]
+    linger: int
 
 
 def _sizes(
@@ -209,12 +206,16 @@ def _sizes(
         raise InvalidArgument("page_size", where=where, got=page_size, wanted="a power of two")
     if window is not None and window < 1:
         raise InvalidArgument("window", where=where, got=window, wanted="at least 1, or None")
-    schedule, tile = schedule or schedule_for(rows, dim, dtype, capability=capability), tile_keys(dtype)
-    run, split = schedule.run, schedule.run * schedule.runs
-    share = heads // kv_heads
+    share, tile = heads // kv_heads, tile_keys(dtype)
     together = group_rows(rows_of_sequence, share)
     groups = rows // together
     block_m = max(16, power_of_two(together * share + beside))
+    if schedule is None:
+        schedule = schedule_for(rows, dim, dtype, capability=capability)
+        if block_m > 16:
+            # 32 heads of a program: by 8 warps, sums stay in registers.
+            schedule = dataclasses.replace(schedule, num_warps=8)
+    run, split = schedule.run, schedule.run * schedule.runs
     longest = max_pages * page_size
     splits, runs = (groups * -(-longest // (tile * tiles)) for tiles in (split, run))
     # Runs are taken when splits are fewer than `fill`; one more for the ends of each group.
@@ -255,6 +256,7 @@ def _sizes(
         },
         of_reference={"scale": scale, "slots": slots, **cut},
         cut=cut,
+        linger=schedule.linger,
     )  # fmt: skip
 
 

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..waiting import pause
+
 
 @triton.jit
 def _activate(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, LIMIT_AFTER: tl.constexpr, ALPHA: tl.constexpr):
@@ -156,14 +158,6 @@ def gate_up_tile(
         inner_ptr + pair[None, :] * INNER + unit[:, None],
         value.to(inner_ptr.dtype.element_ty),
         mask=live[None, :] & written[:, None],
-    )
-
-
-@triton.jit
-def pause(NANOSECONDS: tl.constexpr):
-    """Wait about that long. Who polls without a pause slows the loads of those it waits for."""
-    tl.inline_asm_elementwise(
-        "nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [NANOSECONDS], dtype=tl.int32, is_pure=False, pack=1
     )
 
 

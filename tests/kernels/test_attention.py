@@ -46,7 +46,14 @@ def test_interpreted():
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
     ("rows", "options"),
-    [(1, {}), (16, {}), (16, {"window": 1000, "sink": True}), (16, {"rows_of_sequence": 4}), (64, {})],
+    [
+        (1, {}),
+        (16, {}),
+        (16, {"window": 1000, "sink": True}),
+        (16, {"rows_of_sequence": 4}),
+        (8, {"rows_of_sequence": 8}),
+        (64, {}),
+    ],
     ids=str,
 )
 def test_compiles_without_spills(rows, options, capability):
