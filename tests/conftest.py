@@ -27,6 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not gpu_run:
         os.environ["JAX_PLATFORMS"] = "cpu"
         flags.extend(COMPILE_FAST)
+    else:
+        # What XLA multiplies there is for comparison: it need not try every way to do it.
+        flags.append("--xla_gpu_autotune_level=0")
     os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *flags])
     # Several workers take files in the order of collection, not those of the most tests first.
     config.option.loadscopereorder = False
