@@ -257,12 +257,17 @@ class Graphs:
         """Catch up with a registry or table that has moved: a few integers when neither has.
 
         Graphs that are out of date are retired. No step depends on that: what it replays it has compared itself.
+        Versions are read first, so that what moves meanwhile is looked at next time.
         """
-        if self._seen_registry != (version := self._registry.version):
+        version = self._registry.version
+        if self._seen_registry != version:
             current = self._registry.current
             self._store.sweep(lambda key: current(key.namespace, key.owner_generation, key.generation))
             self._seen_registry = version
-        if table is None or self._seen_table == (seen := (table.serial, table.version)):
+        if table is None:
+            return
+        seen = table.serial, table.version
+        if self._seen_table == seen:
             return
         # A graph that is out of date would keep the old memory until the next call of its own key.
         for entry in self._store.captured:
@@ -273,6 +278,6 @@ class Graphs:
             if mismatch is None:
                 entry.binding = binding.at(seen[1])
             else:
-                self._store.retire(entry)
                 entry.lost = moved(binding.held, mismatch), mismatch
+                self._store.retire(entry)
         self._seen_table = seen

@@ -17,8 +17,8 @@ from moe_jax.pallas_kernels.errors import CudaError, InvalidArgument
 
 from .binding import Binding, memory
 from .decision import Decision
-from .events import EFFECTS, Event
-from .identity import Certificate, Plan
+from .events import EFFECTS, Event, Kind
+from .identity import Certificate, Mismatch, Plan
 from .launches import LaunchList
 from .outcome import FALLBACKS, Counters, NotReplayed, Outcome, Reason, RequiredStepFailed
 from .resources import Resource, ResourceTable, Snapshot
@@ -196,7 +196,7 @@ class Runner:
             self._upload_and_launch(executable)
         self._counters.steps += 1
         self._counters.captures += 1
-        return self._commit(entry, plan, binding, executable, Outcome("capture", handle=executable))
+        return self._commit(entry, plan, binding, executable, "capture")
 
     def _update(self, entry: Entry, plan: Plan, binding: Binding, decision: Decision) -> Outcome:
         with self._runtime.range("moe_jax: update"):
@@ -215,8 +215,7 @@ class Runner:
                 self._store.destroy(self._store.own(old, before))
         self._counters.steps += 1
         self._counters.updates += 1
-        outcome = Outcome("update", None, None, decision.mismatch, executable)
-        return self._commit(entry, plan, binding, executable, outcome)
+        return self._commit(entry, plan, binding, executable, "update", decision.mismatch)
 
     def _record(self, binding: Binding) -> Captured:
         with no_collection():
@@ -244,11 +243,19 @@ class Runner:
         self._call = "launch"
         self._runtime.launch_graph(executable, self._stream)
 
-    def _commit(self, entry: Entry, plan: Plan, binding: Binding, executable: Executable, outcome: Outcome) -> Outcome:
+    def _commit(
+        self,
+        entry: Entry,
+        plan: Plan,
+        binding: Binding,
+        executable: Executable,
+        kind: Kind,
+        mismatch: Mismatch | None = None,
+    ) -> Outcome:
         self._store.keep(entry, plan, binding, executable)
         event = self._recorded(None)
         self._set_event(entry, event)
-        return Outcome(outcome.kind, None, None, outcome.mismatch, executable, event)
+        return Outcome(kind, mismatch=mismatch, handle=executable, event=event)
 
     # Finish.
 

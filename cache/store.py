@@ -2,8 +2,9 @@
 
 A graph is destroyed only after the completion event of its last launch, never while a capture is open, and the capsules
 of its memory are dropped after it. Whatever was made on the device or is queued there stands in a book from first to
-last, so that an interrupt between two lines loses none of it; `UNRECORDED` stands for an event that is not there yet:
-the end of the stream is waited for in its place. (What a call has made and not returned yet is out of reach.)
+last, so that an interrupt between two lines, here or of a caller, loses none of it; `UNRECORDED` stands for an event
+that is not there yet: the end of the stream is waited for in its place. (What a call has made and not returned yet is
+out of reach.)
 
 To destroy the graph of a step takes the host about a tenth of a direct step, so a step that refuses one only *retires*
 it: nothing launches it any more, and it waits in the book of loose graphs. It is destroyed when another graph has been
@@ -216,6 +217,8 @@ class GraphStore:
         """Take from an entry the executable that is about to be changed, until `keep`; returns it. If the change does
         not come to its end, nothing is left that replays it.
         """
+        # The launch before may be in flight, of memory that the table has let go since.
+        self.in_flight(entry.binding, entry.event)
         executable = self.own(entry.executable, Loose(UNRECORDED, (entry.binding, holds), entry.bytes))
         entry.executable = entry.event = entry.binding = entry.replayed = None
         return executable
@@ -231,7 +234,7 @@ class GraphStore:
         next try; errors other than those of CUDA pass.
 
         Args:
-            wait: False: not where its launches are not known to be done.
+            wait: False: only if its launches are known to be done.
 
         Returns:
             whether it was tried.
@@ -242,6 +245,7 @@ class GraphStore:
                 if not wait:
                     return False
                 self._runtime.wait(loose.event)
+            loose = loose._replace(event=None)  # once waited for
             del self._loose[graph]
             self._runtime.destroy(graph)
         except StickyError:
@@ -261,7 +265,7 @@ class GraphStore:
         """
         if self._loose:
             for graph in self._unowned():
-                if self.destroy(graph, wait=False):
+                if self.destroy(graph, wait=False) and graph not in self._loose:
                     return
 
     def put_off(self) -> None:
@@ -329,8 +333,8 @@ class GraphStore:
     def abandon(self) -> None:
         """Forget everything and ask the device nothing: a lost context takes nothing back."""
         self.entries.clear()
-        for graph in [graph for graph, loose in self._loose.items() if loose.retired]:
-            del self._loose[graph]
+        self._direct.clear()
+        self._loose = {graph: Loose() for graph, loose in self._loose.items() if not loose.retired}
         self.bindings.clear()
         self.programs.clear()
         self._newest = None

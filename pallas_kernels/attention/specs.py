@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 from ..errors import InvalidArgument
@@ -242,7 +243,7 @@ def _sizes(
         shape=shape,
         constants=(
             *shape, ("SEQUENCES", sequences), ("PAGES", pages), ("PAGE", page_size),
-            ("ITEM_PAGES", power_of_two(max(1, schedule.at_once * split * tile // page_size))),
+            ("ITEM_PAGES", _item_pages(schedule, tile, page_size)),
             ("AT_ONCE", schedule.at_once), ("SCALE", scale), ("BLOCK_M", block_m),
             ("PROGRAMS", schedule.programs), ("PDL", pdl),
         ),
@@ -258,6 +259,16 @@ def _sizes(
         cut=cut,
         linger=schedule.linger,
     )  # fmt: skip
+
+
+def _item_pages(schedule: Schedule, tile: int, page_size: int) -> int:
+    """Pages that an item has keys in at most, as a power of two: it may begin and end within a page."""
+    most = 1
+    for piece in (schedule.run * tile, schedule.run * schedule.runs * tile):
+        # Items begin at multiples of a piece, so at most this far into a page.
+        into = page_size - math.gcd(piece, page_size)
+        most = max(most, -(-(into + schedule.at_once * piece) // page_size))
+    return power_of_two(most)
 
 
 def _combine_spec(sizes: _Sizes, dtype: str, sink: bool, pdl: bool) -> KernelSpec:

@@ -81,6 +81,12 @@ def items_of(end, GROUPS: tl.constexpr, KV_HEADS: tl.constexpr, AT_ONCE: tl.cons
 
 
 @triton.jit
+def _of(values, here):
+    """The value of the one group that is ``here``."""
+    return tl.sum(tl.where(here, values, 0), 0)
+
+
+@triton.jit
 def item_of(
     item, last, lows, first, end, slots, ends, sequences, tiles,
     GROUPS: tl.constexpr, KV_HEADS: tl.constexpr, SEQUENCES: tl.constexpr, TILE: tl.constexpr,
@@ -92,23 +98,18 @@ def item_of(
         the group sees.
     """
     number = item // KV_HEADS
-    kv_head = item % KV_HEADS
     group = tl.arange(0, GROUPS)
     # The group that an item belongs to, and its number there; items of a group are equally long, but for one slot.
     mine = tl.sum((ends <= number).to(tl.int32), 0)
     here = group == mine
-    before = tl.max(tl.where(group < mine, ends, 0), 0)
-    many = tl.sum(tl.where(here, ends, 0), 0) - before
-    count = tl.sum(tl.where(here, slots, 0), 0)
-    begin = (number - before) * count // many
-    stop = (number - before + 1) * count // many
-    slot = tl.sum(tl.where(here, end, 0), 0) - count + begin
-    absolute = tl.sum(tl.where(here, first, 0), 0)
-    final = tl.sum(tl.where(here, last, 0), 0)
-    start = tl.sum(tl.where(here, lows, 0), 0)
-    sequence = tl.minimum(tl.sum(tl.where(here, sequences, 0), 0), SEQUENCES - 1)
-    stop = tl.minimum((absolute + stop) * tiles, final // TILE + 1)
-    return slot, kv_head, mine, sequence, (absolute + begin) * tiles, stop, start, final
+    count, before = _of(slots, here), tl.max(tl.where(group < mine, ends, 0), 0)
+    many, number = _of(ends, here) - before, number - before
+    slot, end_slot = number * count // many, (number + 1) * count // many
+    low, high, offset = _of(lows, here), _of(last, here), _of(first, here)
+    sequence = tl.minimum(_of(sequences, here), SEQUENCES - 1)
+    end_tile = tl.minimum((offset + end_slot) * tiles, high // TILE + 1)
+    first_slot = _of(end, here) - count + slot
+    return first_slot, item % KV_HEADS, mine, sequence, (offset + slot) * tiles, end_tile, low, high
 
 
 @triton.jit

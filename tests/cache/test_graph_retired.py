@@ -14,7 +14,7 @@ from moe_jax.cache import store
 from moe_jax.cache.identity import Mismatch
 from moe_jax.cache.outcome import NotReplayed, Reason, RequiredStepFailed, StoreUnusable
 from moe_jax.cache.runtime import StickyError
-from moe_jax.cache.store import estimated_bytes
+from moe_jax.cache.store import GraphStore, estimated_bytes
 from moe_jax.pallas_kernels.errors import CudaError
 
 ROWS = 2
@@ -388,3 +388,101 @@ def test_why_is_put_into_words_when_somebody_asks(monkeypatch):
     was = outcome.mismatch.was, outcome.mismatch.now
     assert outcome.detail == f"resources: {outcome.mismatch.path} was {was[0]}, is {was[1]}"
     assert world.step(ROWS).detail is None
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("event", ["owner", "weights"])
+def test_what_an_interrupted_step_has_not_looked_at_the_next_one_does(event, number, monkeypatch):
+    """Registry and table do not move again, and no step comes to the keys of the graphs that are out of date."""
+    world = World()
+    warm(world, 1, 2, 4)
+    old = world.table.get("down.0").address
+    world.inputs(3, 3)
+    world.graphs.drain()
+    REFUSALS[event][0](world)
+    prompt = {"phase": "prompt", "semantics": "sequential", "sequences": 1}
+    step = equal_list(3), world.certificate(3, 3, **prompt), world.table
+    real, calls = GraphStore.retire, 0
+
+    def retire(store, entry) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise KeyboardInterrupt
+        real(store, entry)
+
+    monkeypatch.setattr(GraphStore, "retire", retire)
+    with pytest.raises(KeyboardInterrupt):
+        world.graphs.step(*step)
+    monkeypatch.undo()
+    world.graphs.step(*step)
+    stats = world.counts_add_up()
+    assert (stats["graphs"], stats["retired"]) == (0, 3)
+    world.graphs.drain()
+    gc.collect()
+    assert not world.runtime.executables
+    assert (old in world.runtime.space.sizes) == (event == "owner"), "the memory of graphs that no step comes to"
+
+
+def test_one_that_is_not_taken_back_is_waited_for_once():
+    world = World()
+    warm(world, 2, 4)
+    for rows in (2, 4):
+        world.inputs(rows, rows)
+    world.graphs.drain()
+    world.runtime.fail("launch_graph")
+    world.runtime.fail("destroy", times=None)
+    queue(world, 2)
+    waits = world.runtime.calls["synchronize"]
+    for _ in range(3):
+        queue(world, 4)
+    assert world.graphs.stats()["undestroyed"] and world.runtime.calls["synchronize"] == waits
+    world.runtime.heal()
+    world.check(2, 4)
+
+
+def test_one_whose_event_cannot_be_asked_for_keeps_no_other_from_its_turn(monkeypatch):
+    world = World()
+    handles = warm(world, 1, 2, 4)
+    event = next(e.event for e in world.graphs._store.captured if e.executable is handles[1])
+    move(world, 1, 2)
+    real = world.runtime.event_done
+
+    def event_done(asked) -> bool:
+        if asked is event:
+            raise CudaError("event", where="test", got="CUDA_ERROR_UNKNOWN", wanted="CUDA_SUCCESS")
+        return real(asked)
+
+    monkeypatch.setattr(world.runtime, "event_done", event_done)
+    for _ in range(3):
+        world.step(4)
+    assert world.runtime.executables == {handles[1], handles[4]}
+    monkeypatch.undo()
+    world.step(4)
+    world.nothing_leaked()
+
+
+def test_an_update_keeps_the_memory_of_the_launch_before(monkeypatch):
+    """Another thread replaces an array after the step was decided, and the launch before is in flight."""
+    world = World(decode_boundary_overlap=True)
+    warm(world, ROWS)
+    world.inputs(ROWS, ROWS)
+    world.graphs.drain()
+    old = world.table.get("down.0").address
+    queue(world, ROWS)
+    real = world.graphs._decide
+
+    def decide(*arguments):
+        decision = real(*arguments)
+        world.place("down.0", weights(5)["down.0"], "weights")
+        return decision
+
+    monkeypatch.setattr(world.graphs, "_decide", decide)
+    assert queue(world, ROWS, step_launches(ROWS, extent=64)).kind == "update"
+    gc.collect()
+    assert old in world.runtime.space.sizes, "a launch that is in flight reads it"
+    world.graphs.drain()
+    monkeypatch.undo()
+    queue(world, ROWS, step_launches(ROWS, extent=64))
+    gc.collect()
+    assert old not in world.runtime.space.sizes

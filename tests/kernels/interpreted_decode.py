@@ -292,6 +292,26 @@ def test_attention_of_many_splits_has_the_same_bits_however_they_are_shared_out(
 
 
 @pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("fill", [0, 10**6], ids=["splits", "runs"])
+@pytest.mark.parametrize("page_size", [1, 8, 32, 64, 128, 256, 1024])
+def test_attention_of_pages_that_an_item_begins_in_the_middle_of(page_size, fill):
+    """Splits of 64 keys, up to four of them an item: it may begin and end within a page."""
+    rng = np.random.default_rng(23)
+    paged = {"sequences": 1, "pages": 1024 // page_size + 1, "page_size": page_size, "max_pages": 1024 // page_size}
+    given = kv_case(rng, rows=1, positions=1024, **paged)
+    given["position_ptr"][:] = 860
+    pages = rng.standard_normal((2, paged["pages"], 2, page_size, 16)).astype(np.float32)
+    given |= {"k_pages_ptr": pages[0], "v_pages_ptr": pages[1]}
+    schedule = Schedule(programs=1, fill=fill, run=2, runs=2, at_once=4)
+    first, second = attention_specs(1, 4, 2, 16, dtype="float32", **paged, schedule=schedule)
+    one = run(first, rng, given)
+    two = run(second, rng, {name: one[name] for name in ("vector_ptr", "weight_ptr", "position_ptr")})
+    arguments = [one[f"{name}_ptr"] for name in ("k_pages", "v_pages", "table", "position", "sequence")]
+    wanted = attention_oracle(one["q_ptr"].reshape(1, 4, 16), *arguments)
+    np.testing.assert_allclose(two["out_ptr"].reshape(wanted.shape), wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.usefixtures("small_tiles")
 def test_attention_rows_of_one_sequence_have_the_bits_of_rows_alone():
     rng = np.random.default_rng(10)
     given = kv_case(rng, rows=4, positions=96, **PAGED)
