@@ -29,6 +29,7 @@ CALLS = {
     "cuGraphDestroy": "destroy",
     "cuGraphExecDestroy": "destroy",
     "cuEventRecord": "record_event",
+    "cuEventQuery": "event_done",
     "cuEventSynchronize": "wait",
     "cuStreamSynchronize": "synchronize",
     "cuMemcpyHtoDAsync": "write",
