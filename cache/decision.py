@@ -138,7 +138,7 @@ def _captured(entry: Entry, plan: Plan, key: PlanKey, table: ResourceTable, rule
         return Decision("replay", None, None, None, None, plan, entry, compiled)
     # A plan that was compiled now, as the extents of copies are others.
     same = (
-        check_program(recorded.program, plan.program)
+        check_program(recorded.program.key, plan.program.key)
         or check_plan_key(recorded.key, key)
         or check_properties(recorded.properties, plan.properties)
     )
@@ -159,10 +159,11 @@ def _uncaptured(
     def direct(reason: Reason, detail: str | None = None, event: Event | None = None) -> Decision:
         return Decision("direct", reason, detail, event, None, plan, entry, compiled)
 
-    if plan.refusal is not None:
-        return direct(Reason.NOT_COVERED, plan.refusal, Event.INCOMPATIBLE)
-    if plan.staged is not None:
-        return direct(Reason.HOST_STAGED, plan.staged, Event.EXCEEDS_SLOTS)
+    program = plan.program
+    if program.refusal is not None:
+        return direct(Reason.NOT_COVERED, program.refusal, Event.INCOMPATIBLE)
+    if program.staged is not None:
+        return direct(Reason.HOST_STAGED, program.staged, Event.EXCEEDS_SLOTS)
     if not rules.captures:
         return direct(Reason.OFF)
     if certificate.phase == "prompt":

@@ -180,7 +180,11 @@ class Program(NamedTuple):
 
     Attributes:
         key: portable fingerprint.
-        coverage, uncovered, refusal, routes, staged: as in `Plan`.
+        coverage: of each group, in the manifest's order.
+        uncovered: expert launches that no registered group owns.
+        refusal: the first reason why the step is not covered; None: every expert launch is bound to a registered group.
+        routes: (row, rank) pairs of the bucket at most.
+        staged: why it runs host-staged; None when it does not.
         covers: sha256 of the coverage.
     """
 
@@ -203,24 +207,13 @@ class Plan(NamedTuple):
     Attributes:
         key: finds the plan and its graph.
         launches, manifest: what is bound to what.
-        program: portable fingerprint.
-        coverage: of each group, in the manifest's order.
-        uncovered: expert launches that no registered group owns.
-        refusal: the first reason why the step is not covered; None: every expert launch is bound to a registered group.
-        routes: (row, rank) pairs of the bucket at most.
-        staged: why it runs host-staged; None when it does not.
-        properties: see `Properties`.
+        program, properties: see `Program` and `Properties`.
     """
 
     key: PlanKey
     launches: LaunchList
     manifest: Manifest
-    program: str
-    coverage: tuple[Coverage, ...]
-    uncovered: tuple[int, ...]
-    refusal: str | None
-    routes: int
-    staged: str | None
+    program: Program
     properties: Properties
 
 
@@ -244,18 +237,7 @@ def compile_plan(
         program = programs[content] = compile_program(launches, certificate.bucket, manifest, compiler)
         if len(programs) > MOST_PROGRAMS:
             del programs[next(iter(programs))]
-    return Plan(
-        key=key,
-        launches=launches,
-        manifest=manifest,
-        program=program.key,
-        coverage=program.coverage,
-        uncovered=program.uncovered,
-        refusal=program.refusal,
-        routes=program.routes,
-        staged=program.staged,
-        properties=Properties(launches.extents, program.covers, certificate.identity),
-    )
+    return Plan(key, launches, manifest, program, Properties(launches.extents, program.covers, certificate.identity))
 
 
 def compile_program(launches: LaunchList, bucket: int, manifest: Manifest, compiler: str) -> Program:

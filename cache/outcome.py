@@ -87,7 +87,7 @@ class StoreUnusable(MoeJaxError, RuntimeError):
 
 @dataclass
 class Counters:
-    """Counts of a store since it was made. Three sums always hold::
+    """Counts of a store since it was made. Three sums hold, unless a step was interrupted between two counts::
 
         plan_calls = plan_compiles + plan_reuses
         steps = direct + captures + updates + replays

@@ -72,7 +72,7 @@ class Entry:
         """Of what was captured, or launched last."""
         held = None if self.binding is None else self.binding.held
         resource = () if held is None else tuple(zip(held.launches.order, held.witnesses, strict=True))
-        return Fingerprint(self.plan.program, resource)
+        return Fingerprint(self.plan.program.key, resource)
 
     @property
     def bytes(self) -> int:
