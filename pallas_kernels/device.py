@@ -28,6 +28,11 @@ def capability_of(array: Any) -> int:
     return capability_of_device(device_of(array))
 
 
+def multiprocessors(device: jax.Device) -> int:
+    """Of a GPU, as its runtime tells; 132, those of a whole 9.0, where it does not."""
+    return getattr(device, "core_count", None) or 132
+
+
 def capability_of_device(device: jax.Device) -> int:
     """As `capability_of`."""
     found = getattr(device, "compute_capability", None) or "8.0"

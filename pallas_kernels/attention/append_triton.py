@@ -74,17 +74,17 @@ def append_attend(
     m = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, DIM_POW2)
     for item in range(tl.program_id(0), items, PROGRAMS):
-        slot, kv_head, row, sequence, tile, stop, start, final = item_of(
+        slot, kv_head, row, sequence, tile, stop, low, high = item_of(
             item, last, lows, first, end, slots, ends, tl.maximum(sequences, 0), tiles,
             GROUPS, KV_HEADS, SEQUENCES, TILE,
         )  # fmt: skip
         pages_at = table_ptr + sequence * (LONGEST // PAGE)
-        index, pages = pages_of(pages_at, tile, final, TILE, PAGE, ITEM_PAGES)
-        # As they are given, unlike `sequence` and `final`.
+        index, pages = pages_of(pages_at, tile, high, TILE, PAGE, ITEM_PAGES)
+        # As they are given, unlike `sequence` and `high`.
         position = tl.sum(tl.where(group == row, positions, 0), 0)
         given = tl.sum(tl.where(group == row, sequences, 0), 0)
         turned = position < POSITIONS
-        is_last = stop * TILE > final
+        is_last = stop * TILE > high
         page, mapped = page_of(table_ptr, position, given, is_last & turned, PAGE, PAGES, LONGEST // PAGE, SEQUENCES)
         # The queries of a key head, its key, its value.
         is_query = m < SHARE
@@ -110,8 +110,8 @@ def append_attend(
         # The new key and value are there for every thread that copies keys.
         tl.debug_barrier()
         over_keys(
-            q, tl.where(is_query, final, -1), k_pages_ptr, v_pages_ptr, pages_at, index, pages, kv_head, tile, stop,
-            start, final, vector_ptr, weight_ptr, slot, tl.zeros_like(m), head, is_query, tiles,
+            q, tl.where(is_query, high, -1), k_pages_ptr, v_pages_ptr, pages_at, index, pages, kv_head, tile, stop,
+            low, high, vector_ptr, weight_ptr, slot, tl.zeros_like(m), head, is_query, tiles,
             DIM, DIM_POW2, HEADS, KV_HEADS, 1, WINDOW, TILE, RUN, PAGES, PAGE, SCALE, BLOCK_M,
         )  # fmt: skip
     if PDL:

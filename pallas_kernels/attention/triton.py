@@ -113,7 +113,7 @@ def item_of(
 
 
 @triton.jit
-def pages_of(pages_at, tile, final, TILE: tl.constexpr, PAGE: tl.constexpr, ITEM_PAGES: tl.constexpr):
+def pages_of(pages_at, tile, high, TILE: tl.constexpr, PAGE: tl.constexpr, ITEM_PAGES: tl.constexpr):
     """Numbers of an item's pages in the table's row, and those pages: read at once, before the item's keys. Only for
     tiles that lie within a page.
     """
@@ -121,13 +121,13 @@ def pages_of(pages_at, tile, final, TILE: tl.constexpr, PAGE: tl.constexpr, ITEM
     pages = index
     if PAGE % TILE == 0:
         index = tile * TILE // PAGE + index
-        pages = tl.load(pages_at + index, mask=index <= final // PAGE, other=0)
+        pages = tl.load(pages_at + index, mask=index <= high // PAGE, other=0)
     return index, pages
 
 
 @triton.jit
 def over_keys(
-    q, position, k_pages_ptr, v_pages_ptr, pages_at, index, pages, kv_head, tile, stop, start, final,
+    q, position, k_pages_ptr, v_pages_ptr, pages_at, index, pages, kv_head, tile, stop, low, high,
     vector_ptr, weight_ptr, slot, within, head, live, tiles,
     DIM: tl.constexpr, DIM_POW2: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP_ROWS: tl.constexpr,
     WINDOW: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr, PAGES: tl.constexpr, PAGE: tl.constexpr,
@@ -149,9 +149,9 @@ def over_keys(
     run_out = tl.zeros([BLOCK_M, DIM_POW2], tl.float32)
     for t in range(tile, stop):
         key = t * TILE + lane
-        exists = key <= final
+        exists = key <= high
         if WINDOW > 0:
-            exists = exists & (key >= start)
+            exists = exists & (key >= low)
         if ONE_PAGE:
             page = tl.sum(tl.where(index == t * TILE // PAGE, pages, 0), 0)
             page = tl.minimum(tl.maximum(page, 0), PAGES - 1)
@@ -245,15 +245,15 @@ def attend(
     m = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, DIM_POW2)
     for item in range(tl.program_id(0), items, PROGRAMS):
-        slot, kv_head, mine, sequence, tile, stop, start, final = item_of(
+        slot, kv_head, mine, sequence, tile, stop, low, high = item_of(
             item, last, lows, first, end, slots, ends, sequences, tiles, GROUPS, KV_HEADS, SEQUENCES, TILE
         )
         pages_at = table_ptr + sequence * (LONGEST // PAGE)
-        index, pages = pages_of(pages_at, tile, final, TILE, PAGE, ITEM_PAGES)
+        index, pages = pages_of(pages_at, tile, high, TILE, PAGE, ITEM_PAGES)
         row = mine * GROUP_ROWS + m // SHARE
         head = kv_head * SHARE + m % SHARE
         if GROUP_ROWS == 1:
-            position = tl.where(m < SHARE, final, -1)
+            position = tl.where(m < SHARE, high, -1)
         else:
             position = positions_of(position_ptr, row, (m < GROUP_ROWS * SHARE) & (row < ROWS), LONGEST)
         live = position >= 0
@@ -262,7 +262,7 @@ def attend(
         q_at = (row * HEADS + head)[:, None] * DIM + dim[None, :]
         q = tl.load(q_ptr + q_at, mask=live[:, None] & (dim < DIM)[None, :], other=0.0)
         over_keys(
-            q, position, k_pages_ptr, v_pages_ptr, pages_at, index, pages, kv_head, tile, stop, start, final,
+            q, position, k_pages_ptr, v_pages_ptr, pages_at, index, pages, kv_head, tile, stop, low, high,
             vector_ptr, weight_ptr, slot, m // SHARE, head, live, tiles,
             DIM, DIM_POW2, HEADS, KV_HEADS, GROUP_ROWS, WINDOW, TILE, RUN, PAGES, PAGE, SCALE, BLOCK_M,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from ..device import device_of
+from ..device import device_of, multiprocessors
 from ..dispatch import OutOfScope
 from ..grouped_moe.weights import ExpertWeights, MoEConfig
 from ..in_jit import call
@@ -126,15 +126,18 @@ def chosen_tile(x: Float[Array, "T H"], routing: Routing, sizes: tuple[int, ...]
         sizes: experts E, hidden H, intermediate I.
     """
     (tokens, top_k), (experts, hidden, inner) = routing.ids.shape, sizes
-    kind = device_of(x).device_kind
-    return _chosen(tokens, top_k, experts, hidden, inner, x.dtype.name, kind)
+    device = device_of(x)
+    return _chosen(
+        tokens, top_k, experts, hidden, inner, x.dtype.name, device.device_kind, multiprocessors(device)
+    )  # fmt: skip
 
 
 @functools.cache
 def _chosen(
-    tokens: int, top_k: int, experts: int, hidden: int, inner: int, dtype: str, device_kind: str
+    tokens: int, top_k: int, experts: int, hidden: int, inner: int, dtype: str, device_kind: str, programs: int
 ) -> Chosen[MosaicTile]:
     base = mosaic_tile_for(tokens * top_k, experts)
+    base = replace(base, programs=max(base.group, programs // base.group * base.group))
     return choose("prefill_mosaic", base, (hidden, inner, experts, top_k), tokens, dtype, device_kind)
 
 

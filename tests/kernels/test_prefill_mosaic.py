@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from moe_jax.pallas_kernels import compiled
 from moe_jax.pallas_kernels.grouped_moe import ExpertWeights, MoEConfig
 from moe_jax.pallas_kernels.grouped_moe.activation import activate
-from moe_jax.pallas_kernels.prefill import reference
+from moe_jax.pallas_kernels.prefill import mosaic, reference
 from moe_jax.pallas_kernels.prefill.mosaic import copy_rows_spec, ffn, mosaic_tile_for, reference_copy, refusal
 from moe_jax.pallas_kernels.prefill.mosaic_kernel import STEP, MosaicTile, gated, grouped_matmul
 from moe_jax.pallas_kernels.route import RouterConfig, Routing
@@ -135,6 +135,18 @@ def test_shipped_tiles_lower_for_cuda(pairs):
     tile = mosaic_tile_for(pairs, 128)
     assert tile.share == (pairs == 32768)
     assert lowered(HALVES, 2048, 1536, tile=tile).count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize(
+    ("told", "tokens", "programs"), [(78, 4096, 78), (113, 4096, 112), (113, 128, 113), (None, 4096, 132)]
+)
+def test_there_is_a_program_for_each_multiprocessor(told, tokens, programs, monkeypatch):
+    """In twos where they share weights, as they do for many rows."""
+    device = SimpleNamespace(device_kind="NVIDIA H20", **({} if told is None else {"core_count": told}))
+    monkeypatch.setattr(mosaic, "device_of", lambda _: device)
+    x, ids = jax.ShapeDtypeStruct((tokens, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((tokens, 8), jnp.int32)
+    tile = mosaic.chosen_tile(x, Routing(ids, ids), (128, 2048, 768)).tile
+    assert (tile.programs, tile.share) == (programs, tokens == 4096)
 
 
 @pytest.mark.parametrize(
