@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from ..device import shared_memory
 
 MAX_ROWS = 64
+# Runs of a sequence: a program multiplies two numbers of them in 32 bits.
+MAX_RUNS = 46340
 # Keys of a tile, half of them in float32.
 TILE = 64
 # Query heads of one program: the matrix unit's rows. 64 would choose another instruction.

@@ -13,7 +13,17 @@ from ..kv_append.specs import kv_append_spec
 from ..plan.specs import power_of_two
 from ..spec import Argument, KernelSpec, check_float
 from . import reference
-from .heuristics import MAX_BLOCK_M, MAX_ROWS, Schedule, combine_launch, group_rows, max_dim, schedule_for, tile_keys
+from .heuristics import (
+    MAX_BLOCK_M,
+    MAX_ROWS,
+    MAX_RUNS,
+    Schedule,
+    combine_launch,
+    group_rows,
+    max_dim,
+    schedule_for,
+    tile_keys,
+)
 
 
 def attention_specs(
@@ -218,6 +228,9 @@ def _sizes(
             schedule = dataclasses.replace(schedule, num_warps=8)
     run, split = schedule.run, schedule.run * schedule.runs
     longest = max_pages * page_size
+    if longest > MAX_RUNS * run * tile:
+        got, wanted = f"{max_pages} of {page_size} keys", f"at most {MAX_RUNS * run * tile} keys"
+        raise InvalidArgument("max_pages", where=where, got=got, wanted=wanted)
     splits, runs = (groups * -(-longest // (tile * tiles)) for tiles in (split, run))
     # Runs are taken when splits are fewer than `fill`; one more for the ends of each group.
     slots = max(splits, min(runs, schedule.runs * (schedule.fill + groups))) * together

@@ -166,6 +166,7 @@ def test_devices_with_little_shared_memory_get_a_schedule_that_fits(rows, dim, m
         ({"heads": 5}, "5 and 4"),
         ({"window": 0}, "window"),
         ({"page_size": 48}, "got 48"),
+        ({"page_size": 4096, "max_pages": 1449}, "1449 of 4096 keys, wanted at most 5931520 keys"),
         ({"dtype": "float64"}, "float64"),
         ({"dim": 512}, "512 in bfloat16, wanted 1 to 256"),
     ],
