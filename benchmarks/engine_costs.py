@@ -41,7 +41,6 @@ from moe_jax.bench.decode_cell import check_time
 from moe_jax.bench.decode_model import config_of, cut, random_model
 from moe_jax.bench.timing import Clock
 from moe_jax.cache import Runtime, SimulatedRuntime
-from moe_jax.cache.cuda_runtime import CudaRuntime
 from moe_jax.cli.measuring import capability_of, check_folder, head, write
 from moe_jax.engine import Engine
 from moe_jax.engine.step import NAMESPACE
@@ -182,7 +181,11 @@ def measure(case: Case, engine: Engine, direct: Engine, prompt: Sequence[int], c
 
 def refused(args: argparse.Namespace, device: jax.Device, clock: Clock, report: dict[str, Any]) -> None:
     """Fill ``replayed`` and ``refused`` of the report, which is written after each case; errors as those of `pairs`."""
-    runtime = SimulatedRuntime() if device.platform == "cpu" else CudaRuntime(device, cubins=args.cubins)
+    runtime: Runtime = SimulatedRuntime()
+    if device.platform != "cpu":
+        from moe_jax.cache.cuda_runtime import CudaRuntime  # needs packages that a simulated device does not
+
+        runtime = CudaRuntime(device, cubins=args.cubins)
     config = config_of(args.shape)
     config = cut(config, min(args.layers or config.layers, config.layers))
     rng = np.random.default_rng()

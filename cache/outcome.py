@@ -105,7 +105,8 @@ class Counters:
         graph_error: captures and replays that failed, by call.
         finish_error: steps whose completion event could not be recorded; they were waited for instead.
         destroy_errors: graphs that CUDA did not take back; tried again as those that are retired.
-        evictions: graphs dropped for room; ``swept``: because their generation was over.
+        evictions: graphs dropped for room. What `Graphs.sweep` destroys counts as none of these.
+        swept: keys, of graphs and of plans without one, that were dropped because their generation was over.
         transitions: changes between prompt and decode.
     """
 

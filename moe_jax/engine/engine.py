@@ -37,7 +37,7 @@ from .ending import Life, close_at_exit
 from .generating import columns
 from .host import compiled_reference
 from .memory import WEIGHTS, Memory, Weights, place_all
-from .options import PAGE_SIZE, check_count, cuda_runtime, token_limit
+from .options import PAGE_SIZE, check_count, check_packages, cuda_runtime, token_limit
 from .prompts import LONG, Prompts
 from .rows import row_block
 from .sequences import Places, Sequence
@@ -121,6 +121,7 @@ class Engine:
         max_bytes = check_count(where, "max_bytes", max_bytes, 1 << 62)
         if runtime is None and graphs != "simulate":
             runtime = cuda_runtime(where, graphs)
+        check_packages(where)
         arrays = module_weights(where, model.module)
         self._model, self._stops = model, frozenset(config.eos_token_ids)
         self._stop_list = np.asarray(config.eos_token_ids or (-1,), np.int32)

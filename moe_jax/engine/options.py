@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import operator
 from typing import Any
 
@@ -45,6 +46,17 @@ def token_limit(where: str, geometry: Geometry, prompt: int, max_new_tokens: int
         got, wanted = f"{total} tokens", f"at most {geometry.pages} pages of {geometry.page_size}"
         raise InvalidArgument("prompt and new tokens", where=where, got=got, wanted=wanted)
     return total
+
+
+def check_packages(where: str) -> None:
+    """Kernels are Triton's functions, also where their references run in their place.
+
+    Raises:
+        CannotServe: Triton is not installed.
+    """
+    if importlib.util.find_spec("triton") is None:
+        wanted = "jax-triton, as the extras test, cuda12 and cuda13 have it; it needs no GPU"
+        raise CannotServe("packages", where=where, got="no triton", wanted=wanted)
 
 
 def cuda_runtime(where: str, graphs: str, device: jax.Device | None = None) -> Runtime:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import jax.numpy as jnp
@@ -97,6 +98,15 @@ def test_integers_of_numpy_are_integers(engine):
     sizes = {name: np.int64(size) for name, size in OPTIONS.items()}
     with Engine(tiny_model(MAIN), **sizes, graphs="simulate") as same:
         assert same._steps.decode == engine._steps.decode
+
+
+def test_an_engine_without_triton_says_what_is_missing(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "triton" else found(name, *more)
+    )
+    with pytest.raises(CannotServe, match="got no triton, wanted jax-triton, as the extras test"):
+        Engine(tiny_model(MAIN), max_sequences=1, max_tokens=8, graphs="simulate")
 
 
 def test_sequences(engine):
