@@ -7,8 +7,8 @@ With reports named, they are first put together as benchmarks/results/h200-kerne
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 from moe_jax.bench.table import inserted, merged
@@ -18,11 +18,14 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks/results/h200-kernels.json"
 
 
-def main(paths: list[str]) -> None:
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("reports", nargs="*", metavar="REPORT.json")
+    paths = parser.parse_args(words).reports
     if paths:
         RESULTS.write_text(json.dumps(merged([json.loads(Path(path).read_text()) for path in paths]), indent=1) + "\n")
     README.write_text(inserted(README.read_text(), json.loads(RESULTS.read_text())))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
