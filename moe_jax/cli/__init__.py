@@ -53,7 +53,9 @@ def decode(
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to continue.")] = DEFAULT_PROMPT,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest continuation, in tokens.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="With a temperature: sample from the likeliest tokens of this total probability.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="With a temperature: sample from the likeliest tokens of this total probability.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     device: Annotated[DeviceName, typer.Option(help="Where to run.")] = DeviceName.auto,
     graphs: Annotated[
