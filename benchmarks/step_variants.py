@@ -80,7 +80,9 @@ def applied(variant: Variant, hidden: int, vocabulary: int) -> Generator[None]:
         return old["linear_spec"](rows, inputs, outputs, tile=tile, **options)
 
     def attention(rows: int, heads: int, kv_heads: int, dim: int, **options: Any) -> Any:
-        base = schedule_for(rows, dim, options["dtype"], capability=options["capability"])
+        # The queries of a key head, and its new key and value.
+        together, capability = heads // kv_heads + 2, options["capability"]
+        base = schedule_for(rows, dim, options["dtype"], together=together, capability=capability)
         schedule = dataclasses.replace(base, **variant["attention"])
         return old["decode_attention_specs"](rows, heads, kv_heads, dim, schedule=schedule, **options)
 

@@ -100,11 +100,8 @@ class Stepper:
             return dict(zip(numbers, tokens))  # noqa: B905 (as many as were asked for)
         except BaseException as error:
             # What the device has made of them is not known: the next step writes them anew, from before this one.
-            batch.taken = before
-            batch.settle()
             self.batch = self._ahead = None
-            self._doubt(numbers)
-            self.last = f"failed: {error}"
+            self._undo(batch, before, error)
             raise
 
     def holds(self, numbers: tuple[int, ...]) -> bool:
@@ -167,11 +164,15 @@ class Stepper:
             self.last = found[0][1]
             return dict(zip(numbers, tokens, strict=True))
         except BaseException as error:
-            batch.taken = before
-            batch.settle()
-            self._doubt(numbers)
-            self.last = f"failed: {error}"
+            self._undo(batch, before, error)
             raise
+
+    def _undo(self, batch: Batch, before: tuple[int, list[int]], error: BaseException) -> None:
+        """Let sequences be what they were before a step that failed."""
+        batch.taken = before
+        batch.settle()
+        self._doubt(batch.numbers)
+        self.last = f"failed: {error}"
 
     def _lay_out(self, numbers: tuple[int, ...]) -> Batch:
         """Let the device's rows be these sequences, as they are; rows that it has brought there itself stay."""

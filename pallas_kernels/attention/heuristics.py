@@ -11,6 +11,8 @@ MAX_ROWS = 64
 MAX_RUNS = 46340
 # Keys of a tile, half of them in float32.
 TILE = 64
+# Of the second launch: a thread for each element of a head of 128.
+COMBINE_WARPS = 4
 # Query heads of one program: the matrix unit's rows. 64 would choose another instruction.
 MAX_BLOCK_M = 32
 
@@ -39,11 +41,11 @@ class Schedule:
     linger: int = 1200
 
 
-def combine_launch(rows: int, heads: int) -> dict[str, int]:
-    """Warps of the second launch, and loads in flight of a program in units of four splits."""
-    # A thread for each element of a head of 128. Few programs may have registers for many loads; of many as many as can
-    # be shall be resident.
-    return {"num_warps": 4, "flying": 4 if rows * heads <= 264 else 2}
+def loads_in_flight(rows: int, heads: int) -> int:
+    """Of a program of the second launch, in units of four splits: few programs may have registers for many loads; of
+    many as many as can be shall be resident.
+    """
+    return 4 if rows * heads <= 264 else 2
 
 
 def max_dim(dtype: str) -> int:
@@ -56,15 +58,18 @@ def tile_keys(dtype: str) -> int:
     return TILE // 2 if dtype == "float32" else TILE
 
 
-def schedule_for(rows: int, dim: int = 128, dtype: str = "bfloat16", *, capability: int = 90) -> Schedule:
+def schedule_for(
+    rows: int, dim: int = 128, dtype: str = "bfloat16", *, together: int = 16, capability: int = 90
+) -> Schedule:
     """One row has few pieces: several tiles in flight, and no more programs than are resident with them, so that the
     next kernel is not kept from starting. More rows: two programs on a multiprocessor.
 
     Args:
+        together: heads of a program; by 8 warps the sums of more than 16 stay in registers.
         capability: of the device; says how many keys fit its shared memory.
     """
     wide, small = dim > 128 or dtype == "float32", shared_memory(capability) <= 99
-    num_warps = 8 if wide else 4
+    num_warps = 8 if wide or together > 16 else 4
     if rows == 1 and not wide and not small:
         return Schedule(num_stages=5, num_warps=num_warps, programs=132)
     return Schedule(num_stages=2 if dim > 128 and small else 3, num_warps=num_warps)

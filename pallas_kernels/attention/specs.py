@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -14,12 +13,13 @@ from ..plan.specs import power_of_two
 from ..spec import Argument, KernelSpec, check_float
 from . import reference
 from .heuristics import (
+    COMBINE_WARPS,
     MAX_BLOCK_M,
     MAX_ROWS,
     MAX_RUNS,
     Schedule,
-    combine_launch,
     group_rows,
+    loads_in_flight,
     max_dim,
     schedule_for,
     tile_keys,
@@ -221,11 +221,7 @@ def _sizes(
     together = group_rows(rows_of_sequence, share)
     groups = rows // together
     block_m = max(16, power_of_two(together * share + beside))
-    if schedule is None:
-        schedule = schedule_for(rows, dim, dtype, capability=capability)
-        if block_m > 16:
-            # 32 heads of a program: by 8 warps, sums stay in registers.
-            schedule = dataclasses.replace(schedule, num_warps=8)
+    schedule = schedule or schedule_for(rows, dim, dtype, together=block_m, capability=capability)
     run, split = schedule.run, schedule.run * schedule.runs
     longest = max_pages * page_size
     if longest > MAX_RUNS * run * tile:
@@ -288,7 +284,6 @@ def _combine_spec(sizes: _Sizes, dtype: str, sink: bool, pdl: bool) -> KernelSpe
     from .combine_triton import combine
 
     rows, heads, dim, slots = sizes.rows, sizes.heads, sizes.dim, sizes.slots
-    launch = combine_launch(rows, heads)
     return KernelSpec(
         name="attention_combine",
         function=combine,
@@ -299,9 +294,9 @@ def _combine_spec(sizes: _Sizes, dtype: str, sink: bool, pdl: bool) -> KernelSpe
             Argument("sink_ptr", dtype, (heads,) if sink else (1,), "in"),
             Argument("out_ptr", dtype, (rows, heads * dim), "out"),
         ),
-        constexprs=(*sizes.shape, ("SINK", sink), ("FLYING", launch["flying"]), ("PDL", pdl)),
+        constexprs=(*sizes.shape, ("SINK", sink), ("FLYING", loads_in_flight(rows, heads)), ("PDL", pdl)),
         grid=(rows, heads, 1),
-        num_warps=launch["num_warps"],
+        num_warps=COMBINE_WARPS,
         num_stages=1,
         enable_fp_fusion=False,
         pdl=pdl,

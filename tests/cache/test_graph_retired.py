@@ -282,18 +282,21 @@ def test_an_error_there_does_not_disturb_the_step(world_for, call):
     world.nothing_leaked()
 
 
-def test_one_that_is_not_taken_back_keeps_no_other_from_its_turn(monkeypatch):
+@pytest.mark.parametrize("call", ["destroy", "event_done"])
+def test_one_that_is_not_taken_back_keeps_no_other_from_its_turn(call, monkeypatch):
     world = World()
     handles = warm(world, 1, 2, 4)
+    entry = next(e for e in world.graphs._store.captured if e.executable is handles[1])
+    refused = handles[1] if call == "destroy" else entry.event
     move(world, 1, 2)
-    real = world.runtime.destroy
+    real = getattr(world.runtime, call)
 
-    def destroy(graph) -> None:
-        if graph is handles[1]:
-            raise CudaError("destroy", where="test", got="CUDA_ERROR_UNKNOWN", wanted="CUDA_SUCCESS")
-        real(graph)
+    def failing(given) -> Any:
+        if given is refused:
+            raise CudaError(call, where="test", got="CUDA_ERROR_UNKNOWN", wanted="CUDA_SUCCESS")
+        return real(given)
 
-    monkeypatch.setattr(world.runtime, "destroy", destroy)
+    monkeypatch.setattr(world.runtime, call, failing)
     for _ in range(3):
         world.step(4)
     assert world.runtime.executables == {handles[1], handles[4]}
@@ -439,27 +442,6 @@ def test_one_that_is_not_taken_back_is_waited_for_once():
     assert world.graphs.stats()["undestroyed"] and world.runtime.calls["synchronize"] == waits
     world.runtime.heal()
     world.check(2, 4)
-
-
-def test_one_whose_event_cannot_be_asked_for_keeps_no_other_from_its_turn(monkeypatch):
-    world = World()
-    handles = warm(world, 1, 2, 4)
-    event = next(e.event for e in world.graphs._store.captured if e.executable is handles[1])
-    move(world, 1, 2)
-    real = world.runtime.event_done
-
-    def event_done(asked) -> bool:
-        if asked is event:
-            raise CudaError("event", where="test", got="CUDA_ERROR_UNKNOWN", wanted="CUDA_SUCCESS")
-        return real(asked)
-
-    monkeypatch.setattr(world.runtime, "event_done", event_done)
-    for _ in range(3):
-        world.step(4)
-    assert world.runtime.executables == {handles[1], handles[4]}
-    monkeypatch.undo()
-    world.step(4)
-    world.nothing_leaked()
 
 
 def test_an_update_keeps_the_memory_of_the_launch_before(monkeypatch):

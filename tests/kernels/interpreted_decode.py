@@ -285,7 +285,7 @@ def test_attention_of_many_splits_has_the_same_bits_however_they_are_shared_out(
         np.testing.assert_allclose(out.reshape(wanted.shape), wanted, rtol=2e-5, atol=2e-5)
         for programs, at_once, fill in ((1, 64, 0), (7, 3, 0), (500, 4, 0), (7, 4, 10**6)):
             if fill:
-                monkeypatch.setattr(attention_module, "combine_launch", lambda *_: {"num_warps": 4, "flying": 2})
+                monkeypatch.setattr(attention_module, "loads_in_flight", lambda *_: 2)
             np.testing.assert_array_equal(launch(runs, programs=programs, at_once=at_once, fill=fill)[1], out)
         monkeypatch.undo()
         monkeypatch.setattr(attention_heuristics, "TILE", 32)
