@@ -61,13 +61,13 @@ def append_attend(
     """See `attention.specs.decode_attention_specs` for the arguments."""
     if PDL:
         gdc_launch_dependents()
-    last, lows, first, slots, end, tiles = work_of(
+    last, lows, first, end, tiles = work_of(
         position_ptr, ROWS, 1, GROUPS, KV_HEADS, LONGEST, WINDOW, TILE, RUN, RUNS, FILL
     )
     group = tl.arange(0, GROUPS)
     sequences = tl.load(sequence_ptr + group, mask=group < ROWS, other=0)
     positions = tl.load(position_ptr + group, mask=group < ROWS, other=0)
-    ends = items_of(slots, KV_HEADS, AT_ONCE, PROGRAMS)
+    slots, ends = items_of(end, GROUPS, KV_HEADS, AT_ONCE, PROGRAMS)
     items = tl.max(ends, 0) * KV_HEADS
     SHARE: tl.constexpr = HEADS // KV_HEADS
     dtype = qkv_ptr.dtype.element_ty

@@ -120,7 +120,7 @@ def combine(
         gdc_launch_dependents()
     row = tl.program_id(0)
     head = tl.program_id(1) + tl.arange(0, 1)
-    _, _, first, _, end, tiles = work_of(
+    _, _, first, end, tiles = work_of(
         position_ptr, ROWS, GROUP_ROWS, GROUPS, KV_HEADS, LONGEST, WINDOW, TILE, RUN, RUNS, FILL
     )
     group = tl.arange(0, GROUPS)

@@ -32,8 +32,7 @@ def work_of(
 
     Returns:
         ``last`` ``[GROUPS]``, the last position of a group (-1: none there); ``low`` the first key that it sees;
-        ``first`` the slot of that key; ``slots`` of each group; ``end`` their number up to and with the group; tiles of
-        a slot.
+        ``first`` the slot of that key; ``end`` the number of slots up to and with the group; tiles of a slot.
     """
     group = tl.arange(0, GROUPS)
     last = tl.full([GROUPS], -1, tl.int32)
@@ -51,7 +50,7 @@ def work_of(
     span = tiles * TILE
     first = tl.where(last >= 0, low // span, 0)
     slots = tl.where(last >= 0, last // span - first + 1, 0)
-    return last, low, first, slots, tl.cumsum(slots, 0), tiles
+    return last, low, first, tl.cumsum(slots, 0), tiles
 
 
 @triton.jit
@@ -67,15 +66,18 @@ def merge(top, total, out, tile_top, tile_total, tile_out, there):
 
 
 @triton.jit
-def items_of(slots, KV_HEADS: tl.constexpr, AT_ONCE: tl.constexpr, PROGRAMS: tl.constexpr):
+def items_of(end, GROUPS: tl.constexpr, KV_HEADS: tl.constexpr, AT_ONCE: tl.constexpr, PROGRAMS: tl.constexpr):
     """How slots are shared out: a program goes from one slot to the next without an end of its loads, up to AT_ONCE of
     them where there are more slots than programs.
 
     Returns:
-        the number of items up to and with each group, for each key head.
+        ``slots`` ``[GROUPS]`` of each group; ``ends`` the number of items up to and with the group, for each key head.
     """
-    many = tl.minimum(tl.maximum(tl.cdiv(tl.sum(slots, 0) * KV_HEADS, PROGRAMS), 1), AT_ONCE)
-    return tl.cumsum(tl.cdiv(slots, many), 0)
+    group = tl.arange(0, GROUPS)
+    before = tl.sum(tl.where(group[None, :] + 1 == group[:, None], end[None, :], 0), 1)
+    slots = end - before
+    many = tl.minimum(tl.maximum(tl.cdiv(tl.max(end, 0) * KV_HEADS, PROGRAMS), 1), AT_ONCE)
+    return slots, tl.cumsum(tl.cdiv(slots, many), 0)
 
 
 @triton.jit
@@ -229,7 +231,7 @@ def attend(
     """See `attention.specs.attention_specs` for the arguments."""
     if PDL:
         gdc_launch_dependents()
-    last, lows, first, slots, end, tiles = work_of(
+    last, lows, first, end, tiles = work_of(
         position_ptr, ROWS, GROUP_ROWS, GROUPS, KV_HEADS, LONGEST, WINDOW, TILE, RUN, RUNS, FILL
     )
     group = tl.arange(0, GROUPS)
@@ -237,7 +239,7 @@ def attend(
     for r in tl.static_range(GROUP_ROWS):
         of_group = group * GROUP_ROWS + r
         sequences = tl.maximum(sequences, tl.load(sequence_ptr + of_group, mask=of_group < ROWS, other=0))
-    ends = items_of(slots, KV_HEADS, AT_ONCE, PROGRAMS)
+    slots, ends = items_of(end, GROUPS, KV_HEADS, AT_ONCE, PROGRAMS)
     items = tl.max(ends, 0) * KV_HEADS
     SHARE: tl.constexpr = HEADS // KV_HEADS
     m = tl.arange(0, BLOCK_M)
