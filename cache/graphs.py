@@ -37,7 +37,7 @@ from .registry import Registry
 from .resources import Resource, ResourceTable
 from .running import Runner, Staged
 from .runtime import Runtime, StickyError, Stream
-from .store import GraphStore, moved
+from .store import Entry, GraphStore, moved
 
 MODES: tuple[Mode, ...] = ("on", "off", "strict", "simulate")
 
@@ -118,10 +118,13 @@ class Graphs:
                 self._store.collect()
                 with self._runtime.range("moe_jax: plan"):
                     decision = self._decide(launches, certificate, table, self._store.programs)
+                if decision.kind == "capture":
+                    # Now already: if room is made, what is out of date is to go before what is not.
+                    self._observe(table, decision.entry)
                 try:
                     outcome = self._runner.run(decision, launches, certificate, table, staged, warming=self._warming)
                 finally:
-                    # Not before: the step's own graph was compared, and others can wait until the device is busy.
+                    # The step's own graph was compared, and others can wait until the device is busy.
                     self._observe(table)
             except StickyError as error:
                 self._die(error)
@@ -253,17 +256,22 @@ class Graphs:
     def _die(self, error: StickyError) -> None:
         self._dead, self._unusable = True, f"dead, the device context is lost: {error}"
 
-    def _observe(self, table: ResourceTable | None) -> None:
+    def _observe(self, table: ResourceTable | None, capturing: Entry | None = None) -> None:
         """Catch up with a registry or table that has moved: a few integers when neither has.
 
         Graphs that are out of date are retired. No step depends on that: what it replays it has compared itself.
         Versions are read first, so that what moves meanwhile is looked at next time.
+
+        Args:
+            capturing: an entry that is about to be captured. It stays, so its generation is still to be looked at; its
+                memory is bound after this.
         """
         version = self._registry.version
         if self._seen_registry != version:
-            current = self._registry.current
-            self._store.sweep(lambda key: current(key.namespace, key.owner_generation, key.generation))
-            self._seen_registry = version
+            current, stays = self._registry.current, None if capturing is None else capturing.plan.key
+            self._store.sweep(lambda key: key == stays or current(key.namespace, key.owner_generation, key.generation))
+            if capturing is None:
+                self._seen_registry = version
         if table is None:
             return
         seen = table.serial, table.version

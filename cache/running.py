@@ -212,7 +212,7 @@ class Runner:
             self._upload_and_launch(executable)
             if executable is not old:
                 self._counters.reinstantiations += 1
-                self._store.destroy(self._store.own(old, before))
+                self._store.destroy(self._store.own(lambda: old, before))
         self._counters.steps += 1
         self._counters.updates += 1
         return self._commit(entry, plan, binding, executable, "update", decision.mismatch)
@@ -226,7 +226,7 @@ class Runner:
                 self._call = "record"
                 binding.run(self._runtime, capture)
                 self._call = "end"
-                return self._store.own(self._runtime.end_capture(capture))
+                return self._store.own(lambda: self._runtime.end_capture(capture))
             except BaseException:
                 if capture is not None:
                     self._runtime.abandon_capture(capture)
@@ -235,7 +235,7 @@ class Runner:
     def _instantiated(self, captured: Captured, binding: Binding) -> Executable:
         self._call = "instantiate"
         loose = Loose(UNRECORDED, binding, estimated_bytes(binding.held.launches))
-        return self._store.own(self._runtime.instantiate(captured), loose)
+        return self._store.own(lambda: self._runtime.instantiate(captured), loose)
 
     def _upload_and_launch(self, executable: Executable) -> None:
         self._call = "upload"

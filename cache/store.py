@@ -10,7 +10,7 @@ To destroy the graph of a step takes the host about a tenth of a direct step, so
 it: nothing launches it any more, and it waits in the book of loose graphs. It is destroyed when another graph has been
 queued, as the host then waits for the device anyway, one for each (`GraphStore.destroy_one`); where steps go on direct,
 one in `PATIENCE` of them; and at once where room is made, where everything is waited for or closed, and where the owner
-sweeps (`GraphStore.destroy_loose`). Until then it counts against both bounds.
+sweeps (`GraphStore.destroy_loose`). Until then it counts against both bounds, and goes before a live one does.
 
 Device memory of a graph is an estimate (CUDA does not tell): `estimated_bytes`.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from moe_jax.pallas_kernels.errors import CudaError, InvalidArgument
@@ -173,16 +173,18 @@ class GraphStore:
     def make_room(self, plan: Plan) -> None:
         """Destroy until an executable of this plan fits too: those that wait for it, then the least recently used.
         Called before capture begins.
+
+        What CUDA does not take back goes on waiting, and no live graph goes in its place: live ones go until they are
+        within the bounds themselves. So what exceeds the bounds is what CUDA does not take back, and nothing else.
         """
         size = estimated_bytes(plan.launches)
-        waiting = [graph for graph in self._unowned() if self._loose[graph].bytes]
-        while self._full(size):
-            if not waiting:
-                if not (old := self.captured):
-                    return  # what is left is not taken back
-                waiting.append(old[0].executable)
-                self._evict(old[0].plan.key)
-            graph = waiting.pop(0)
+        for graph in [graph for graph in self._unowned() if self._loose[graph].bytes]:
+            if not self._full(size, (*self.entries.values(), *self._loose.values())):
+                return
+            self.destroy(graph)
+        while (live := self.captured) and self._full(size, live):
+            graph = live[0].executable
+            self._evict(live[0].plan.key)
             self.destroy(graph)
 
     def forget(self, key: PlanKey) -> None:
@@ -208,9 +210,10 @@ class GraphStore:
             self._loose[entry.executable] = Loose(entry.event, entry.binding, entry.bytes, retired=True)
         entry.executable = entry.event = entry.binding = entry.replayed = None
 
-    def own(self, graph: Any, loose: Loose = Loose()) -> Any:  # noqa: B008 (immutable)
-        """Put a graph that was made in the books, until `destroy` or `keep`; returns it."""
-        self._loose[graph] = loose
+    def own(self, make: Callable[[], Any], loose: Loose = Loose()) -> Any:  # noqa: B008 (immutable)
+        """Make a graph and put it in the books, until `destroy` or `keep`; returns it."""
+        # In one line: before it there is no graph to lose, and after it the graph is in the book.
+        self._loose[graph := make()] = loose
         return graph
 
     def take(self, entry: Entry, holds: object) -> Any:
@@ -219,7 +222,8 @@ class GraphStore:
         """
         # The launch before may be in flight, of memory that the table has let go since.
         self.in_flight(entry.binding, entry.event)
-        executable = self.own(entry.executable, Loose(UNRECORDED, (entry.binding, holds), entry.bytes))
+        executable = entry.executable
+        self._loose[executable] = Loose(UNRECORDED, (entry.binding, holds), entry.bytes)
         entry.executable = entry.event = entry.binding = entry.replayed = None
         return executable
 
@@ -346,10 +350,10 @@ class GraphStore:
             del self._loose[graph]
         return list(self._loose)
 
-    def _full(self, size: int) -> bool:
-        """Whether another executable of so many bytes is too much, what waits to be destroyed counted in."""
-        there = [each.bytes for each in (*self.entries.values(), *self._loose.values()) if each.bytes]
-        return len(there) >= self.max_entries or sum(there) + size > self.max_bytes
+    def _full(self, size: int, there: Iterable[Entry | Loose]) -> bool:
+        """Whether an executable of so many bytes is too much beside these."""
+        sizes = [each.bytes for each in there if each.bytes]
+        return len(sizes) >= self.max_entries or sum(sizes) + size > self.max_bytes
 
     def _done(self, event: Any) -> bool:
         """Whether an event is done. There is nothing to ask of one that is not there: then the stream is waited for."""

@@ -93,14 +93,14 @@ def named(value: Any) -> str:
 
 NEW = lines(
     *(Runner._instantiated, Runner._upload_and_launch, Runner._commit, Runner._recorded, Runner._set_event),
-    *(GraphStore.keep, GraphStore.destroy),
+    *(GraphStore.own, GraphStore.keep, GraphStore.destroy),
 )
 PLACES = {
     "direct": lines(Runner._direct, Runner._launch_direct, Runner.finish, Runner._recorded),
     "staged": lines(Runner._direct, Runner._launch_direct, Runner.finish),
     "capture": lines(Runner._capture, Runner._record) + NEW,
     "update": lines(Runner._update, GraphStore.take) + NEW,
-    "update anew": lines(Runner._update, Runner._instantiated, GraphStore.destroy),
+    "update anew": lines(Runner._update, Runner._instantiated, GraphStore.own, GraphStore.destroy),
     "replay": lines(Runner._replay, Runner._recorded, Runner._set_event),
     # Another graph is retired before, by or in the step.
     "refused": lines(Runner._admit_direct, GraphStore.retire, Graphs._observe),
@@ -110,15 +110,18 @@ PLACES = {
     "eviction": lines(
         GraphStore.make_room, GraphStore._evict, GraphStore.forget, GraphStore.retire, GraphStore.destroy
     ),
+    "out of date": lines(
+        Graphs._observe, GraphStore.make_room, GraphStore._unowned, GraphStore.retire, GraphStore.destroy
+    ),
     "taken along": lines(Runner.run, GraphStore.destroy_one, GraphStore._unowned, GraphStore.destroy),
 }
-RETIRING = ("refused", "swept", "put off", "room", "eviction", "taken along")
+RETIRING = ("refused", "swept", "put off", "room", "eviction", "out of date", "taken along")
 CASES = [(kind, *place) for kind, places in PLACES.items() for place in places]
 
 
 def world_before(kind: str, monkeypatch) -> tuple[World, Any]:
     """One whose next step, of these launches, is of a kind. Before an update or a replay another is in flight."""
-    mode, entries = "off" if kind == "direct" else "simulate", 1 if kind in ("room", "eviction") else 32
+    mode, entries = "off" if kind == "direct" else "simulate", 1 if kind in ("room", "eviction", "out of date") else 32
     world = World(mode=mode, layers=1, accept=False, decode_boundary_overlap=True, max_entries=entries)
     world.registry.accept(manifest(layers=1, staged=kind == "staged"))
     whole = step_launches(ROWS, layers=1)
@@ -142,9 +145,11 @@ def world_before(kind: str, monkeypatch) -> tuple[World, Any]:
 
 def with_a_retired_graph(kind: str, world: World, whole, monkeypatch) -> None:
     """Up to the step in which it is retired or destroyed."""
-    if kind == "eviction":
+    if kind in ("eviction", "out of date"):
         world.warm(4, launches=step_launches(4, layers=1))
         world.step(ROWS, launches=whole)
+        if kind == "out of date":
+            world.place("tokens/4", world.oracle.arrays["tokens/4"], "arena")
         return
     world.warm(ROWS, launches=whole)
     if kind in ("refused", "swept"):
