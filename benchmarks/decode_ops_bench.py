@@ -54,6 +54,11 @@ class Chain:
         self.nothing = jnp.zeros(16, jnp.float32)
         jax.block_until_ready((self.own, self.steps, self.nothing))
 
+    @property
+    def builder(self) -> str:
+        """What compiled the kernels; a folder of cubins may be of several."""
+        return " and ".join(sorted({kernel.compiled.builder for kernel in self.kernels}))
+
     def array(self, argument: Any, step: Arrays) -> jax.Array:
         if argument.role == "state":
             return self.own[f"{argument.name} {argument.shape}"]
@@ -118,13 +123,14 @@ def run(timer: CudaTimer, clock: Clock, report: dict[str, Any], args: argparse.N
             if clock.left < 5:
                 print("stopped by the clock before", what, flush=True)
                 return
-            floor = case.moved / report["ceilings"]["read_tbs"] / 1e6
+            floor, builder = case.moved / report["ceilings"]["read_tbs"] / 1e6, None
             try:
                 key = case.name, case.rows
                 if made[0] != key:
                     made = None, []  # before the next ones are made: pools are large
                     made = key, case.steps(rng)
                 chain = Chain(case, made[1], timer)
+                builder = chain.builder
                 failures = chain.check()
                 us, spread = chain.time(floor)
             except Exception as error:
@@ -135,6 +141,7 @@ def run(timer: CudaTimer, clock: Clock, report: dict[str, Any], args: argparse.N
             bar = case.bar_us and case.bar_us(floor)
             report["failures"] += [f"{what}: {failure}" for failure in failures]
             cell = {"op": case.operation, "name": case.name, "rows": case.rows, "variant": case.variant}
+            cell["builder"] = builder
             report["cells"].append(cell | {"us": us, "spread": spread, "floor_us": floor, "bar_us": bar})
             took = "failed" if us is None else f"{us:8.2f} ±{spread:.2f}"
             print(f"{what:40s} {took}, floor {floor:7.2f}, bar {bar or 0:7.2f} {'; '.join(failures)}", flush=True)

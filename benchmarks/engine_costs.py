@@ -35,13 +35,12 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from moe_jax import doctor
 from moe_jax.bench import decode, decode_engine
 from moe_jax.bench.decode_cell import check_time
 from moe_jax.bench.decode_model import config_of, cut, random_model
 from moe_jax.bench.timing import Clock
-from moe_jax.cache import Runtime, SimulatedRuntime
-from moe_jax.cli.measuring import capability_of, check_folder, head, write
+from moe_jax.cache import Runtime
+from moe_jax.cli.measuring import check_folder, measured_device, runtime_of, write
 from moe_jax.engine import Engine
 from moe_jax.engine.step import NAMESPACE
 from moe_jax.engine.weights import module_weights
@@ -181,11 +180,7 @@ def measure(case: Case, engine: Engine, direct: Engine, prompt: Sequence[int], c
 
 def refused(args: argparse.Namespace, device: jax.Device, clock: Clock, report: dict[str, Any]) -> None:
     """Fill ``replayed`` and ``refused`` of the report, which is written after each case; errors as those of `pairs`."""
-    runtime: Runtime = SimulatedRuntime()
-    if device.platform != "cpu":
-        from moe_jax.cache.cuda_runtime import CudaRuntime  # needs packages that a simulated device does not
-
-        runtime = CudaRuntime(device, cubins=args.cubins)
+    runtime = runtime_of(device, args.cubins, simulated=args.graphs == "simulate")
     config = config_of(args.shape)
     config = cut(config, min(args.layers or config.layers, config.layers))
     rng = np.random.default_rng()
@@ -281,16 +276,14 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--time-limit", type=float, default=540.0)
     args = parser.parse_args(words)
     check_folder("--json", args.json)
-    clock, simulated = Clock(args.time_limit), args.graphs == "simulate"
+    clock = Clock(args.time_limit)
     report: dict[str, Any] = {"stopped": None}
     try:
         if args.part != "refused":  # before this process takes memory of the device
             first_token(args.graphs, clock, report)
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        examined = doctor.examine()
-        capability = SimulatedRuntime.capability if simulated else capability_of(examined, WHERE)
-        device = jax.devices("cpu" if simulated else "gpu")[0]
-        report |= head(examined, device, capability)
+        device, head = measured_device(WHERE, simulated=args.graphs == "simulate")
+        report |= head
         if args.part != "first-token":
             refused(args, device, clock, report)
     except CannotServe as error:

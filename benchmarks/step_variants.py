@@ -3,10 +3,10 @@
     python benchmarks/step_variants.py VARIANT… [--shape NAME] [--layers N] [--rows N,N,…] [--context N]
                                        [--cubins FOLDER [--build]] [--graphs on|simulate] [--json FILE]
 
-A variant is ``part.field=value``, several with commas between them: ``attention.runs=8,attention.linger=0``. Parts are
-*attention* (a `Schedule`), *experts* and the projections *qkv*, *out* and *head* (each a `Tile`). What a step is as it
-stands comes first by itself. The same step costs 2 or 3 % more or less from one process to the next, so only
-figures of one run are comparable: the variants' graphs are replayed in turn, and the median of the rounds counts.
+A variant is ``part.field=value``, several with commas between them: ``attention.at_once=2,attention.linger=0``. Parts
+are *attention* (a `Schedule`), *experts* and the projections *qkv*, *out* and *head* (each a `Tile`). What a step is as
+it stands comes first by itself. The same step costs 2 or 3 % more or less from one process to the next, so only figures
+of one run are comparable: the variants' graphs are replayed in turn, and the median of the rounds counts.
 `advance` stays out, so that the sequences stay where they are; "other bits" are logits that differ from the first's.
 
 ``--build`` compiles everything into the folder and measures nothing, which needs no GPU. ``--graphs simulate`` needs
@@ -19,7 +19,6 @@ import argparse
 import ast
 import contextlib
 import dataclasses
-import json
 import os
 import statistics
 import sys
@@ -30,19 +29,21 @@ from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-import jax
 import numpy as np
 
 from moe_jax.bench import decode, decode_engine
 from moe_jax.bench.cases import parse_rows
 from moe_jax.bench.decode_model import config_of, cut, random_model
-from moe_jax.cache import Buffer, LaunchList, Runtime, SimulatedRuntime, row_buckets
+from moe_jax.cache import Buffer, LaunchList, row_buckets
+from moe_jax.cli.measuring import check_folder, measured_device, runtime_of, write
 from moe_jax.engine import Engine, step
 from moe_jax.engine.host import compiled_reference
+from moe_jax.errors import InvalidArgument
 from moe_jax.pallas_kernels import compiled
 from moe_jax.pallas_kernels.attention.heuristics import schedule_for
 from moe_jax.pallas_kernels.linear.heuristics import tile_for
 
+WHERE = "step_variants"
 REPLAYS, ROUNDS = 25, 7  # the first round is not counted
 PARTS = ("attention", "experts", "qkv", "out", "head")
 
@@ -191,21 +192,25 @@ def build(variants: Sequence[Variant], args: argparse.Namespace) -> None:
         print(f"{done} of {len(specs)}: {spec.name}", file=sys.stderr, flush=True)
 
 
-def measure(names: Sequence[str], variants: Sequence[Variant], args: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds by rows and variant, and which give other bits."""
+def measure(names: Sequence[str], variants: Sequence[Variant], args: argparse.Namespace) -> None:
+    """Microseconds by rows and variant, and which give other bits: printed, and in the report.
+
+    Raises:
+        CannotServe: there is no GPU.
+    """
     simulated = args.graphs == "simulate"
-    device = jax.local_devices()[0] if simulated else jax.devices("gpu")[0]
+    device, report = measured_device(WHERE, simulated=simulated)
+    runtime = runtime_of(device, args.cubins, simulated=simulated)
     rng = np.random.default_rng()
     config = cut(config_of(args.shape), args.layers)
     model = random_model(config, int(rng.integers(1 << 31)), device)
-    report: dict[str, Any] = {"device": device.device_kind, "date": time.strftime("%F"), "shape": args.shape}
-    report |= {"layers": config.layers, "context": args.context, "rows": {}}
+    report |= {"shape": args.shape, "layers": config.layers, "context": args.context, "compiler": runtime.compiler}
+    report["rows"] = {}
     for rows in args.rows:
         tokens = args.context + decode.positions()  # as `decode_build.geometry` has it
         with Engine(
-            model, max_sequences=rows, max_tokens=tokens, long_prompts=None, graphs=args.graphs,
-            runtime=_runtime(device, args),
-        ) as engine:  # fmt: skip
+            model, max_sequences=rows, max_tokens=tokens, long_prompts=None, graphs=args.graphs, runtime=runtime
+        ) as engine:
             engine.prefill(rng.integers(0, config.vocab_size, (rows, args.context)).tolist())
             for _ in range(3):
                 engine.step()
@@ -217,6 +222,7 @@ def measure(names: Sequence[str], variants: Sequence[Variant], args: argparse.Na
             for name, us, bits in zip(names, times, logits, strict=True)
         }
         report["rows"][str(rows)] = found
+        write(args.json, report)
         print(f"{rows} rows")
         for name, cell in found.items():
             low, high = min(cell["rounds_us"]), max(cell["rounds_us"])
@@ -224,15 +230,6 @@ def measure(names: Sequence[str], variants: Sequence[Variant], args: argparse.Na
                 f"  {name:44s} {cell['us']:9.1f} µs [{low:.1f}, {high:.1f}]{' other bits' * cell['other_bits']}",
                 flush=True,
             )
-    return report
-
-
-def _runtime(device: jax.Device, args: argparse.Namespace) -> Runtime:
-    if args.graphs == "simulate":
-        return SimulatedRuntime(1 << 30)
-    from moe_jax.cache.cuda_runtime import CudaRuntime
-
-    return CudaRuntime(device, cubins=args.cubins)
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -258,9 +255,11 @@ def main(words: Sequence[str] | None = None) -> None:
             parser.error("--build wants --cubins FOLDER")
         build(variants, args)
         return
-    report = measure(["as it is", *args.variants], variants, args)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+    try:
+        check_folder("--json", args.json)
+    except InvalidArgument as error:
+        parser.error(str(error))
+    measure(["as it is", *args.variants], variants, args)
 
 
 if __name__ == "__main__":

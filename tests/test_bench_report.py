@@ -10,11 +10,14 @@ from pathlib import Path
 
 import jax
 import pytest
+from rich.console import Console
 
 from bench_doubles import FakeTimer
 from moe_jax import cli
 from moe_jax.bench import cases, plot, table
 from moe_jax.bench.cases import Shape
+from moe_jax.cli import bench_kernels
+from moe_jax.cli.bench_kernels import built_by
 from moe_jax.errors import CannotServe, InvalidArgument
 
 ROOT = Path(__file__).parents[1]
@@ -81,18 +84,58 @@ def test_a_document_without_the_markers_is_refused(text):
         table.inserted(text, REPORT)
 
 
-def kernels_table(monkeypatch, tmp_path):
-    """The script, with its files in a folder of the test's."""
+def built(*pairs) -> dict:
+    """A report whose cells were measured with kernels of these builders, a dictionary of contenders for each cell."""
+    cells = [{"measured": [{"name": n, "builder": b} for n, b in of.items()]} for of in pairs]
+    return {"cells": [*cells, {"op": "route", "us": 4.5}]}
+
+
+@pytest.mark.parametrize(
+    ("report", "told"),
+    [
+        (built({"jit: triton": None}, {}), ""),
+        (
+            built({"device graph": "triton 3.9.0", "jit: triton": None}),
+            "Kernels were built, as recorded, by triton 3.9.0 (device graph); those inside jit by the versions named.",
+        ),
+        (
+            built(*[{"device graph": "triton 3.9.0", "two-launch Triton": "triton 3.6.0"}] * 2),
+            "Kernels were built, as recorded, by triton 3.9.0 (device graph) and triton 3.6.0 (two-launch Triton); "
+            "those inside jit by the versions named.",
+        ),
+        (
+            built(
+                {"device graph": "triton 3.9.0", "other": "triton 3.6.0"},
+                *[{"device graph": "triton 3.6.0", "other": "triton 3.6.0"}] * 2,
+            ),
+            "Kernels were built, as recorded, by triton 3.9.0 (device graph in 1 cell) and triton 3.6.0 (device graph "
+            "in 2 cells, other); those inside jit by the versions named.",
+        ),
+    ],
+)
+def test_what_built_the_kernels_is_told_as_recorded(report, told):
+    """The Triton that is installed is among the versions, and may have built none of what was launched raw."""
+    assert built_by(report) == told
+
+
+def kernels_table():
+    """The script."""
     spec = importlib.util.spec_from_file_location("kernels_table", ROOT / "benchmarks/kernels_table.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def kernels_table_in(tmp_path, monkeypatch):
+    """The script, with its files in a folder of the test's."""
+    module = kernels_table()
     monkeypatch.setattr(module, "README", tmp_path / "README.md")
     monkeypatch.setattr(module, "RESULTS", tmp_path / "h200-kernels.json")
     return module
 
 
 def test_the_script_merges_reports_and_writes_the_readme(monkeypatch, tmp_path):
-    script = kernels_table(monkeypatch, tmp_path)
+    script = kernels_table_in(tmp_path, monkeypatch)
     script.README.write_text(f"a\n{table.BEGIN}\n{table.END}\nb\n")
     again = cell((2048, 768, 128, 8), 1, 20.0, 16.4, {})
     second = {**REPORT, "date": "2026-12-02", "read_tbs": 4.5, "cells": [again, cell((64, 32, 8, 2), 1, 3.0, 2.0, {})]}
@@ -109,6 +152,12 @@ def test_the_script_merges_reports_and_writes_the_readme(monkeypatch, tmp_path):
     assert made["read_tbs"] == pytest.approx(4.55)
     assert [run["read_tbs"] for run in made["runs"]] == [4.6, 4.5]
     assert script.README.read_text() == f"a\n{table.BEGIN}\n{table.markdown(made)}\n{table.END}\nb\n"
+    told = {**REPORT, "cells": [{**again, **built({"x": "triton 3"})["cells"][0]}]}
+    (tmp_path / "2.json").write_text(json.dumps(told))
+    script.main([str(tmp_path / "2.json")])
+    made = json.loads(script.RESULTS.read_text())
+    text = f"{table.markdown(made)} {built_by(made)}"
+    assert "by triton 3 (x)" in text and script.README.read_text() == f"a\n{table.BEGIN}\n{text}\n{table.END}\nb\n"
 
 
 def test_reports_of_other_machines_are_not_merged():
@@ -125,7 +174,7 @@ def test_the_readme_shows_the_raw_results():
         report, text = json.loads(RESULTS.read_text()), (ROOT / "README.md").read_text()
     else:
         report, text = REPORT, f"{table.BEGIN}\n{MARKDOWN}\n{table.END}\n"
-    assert text == table.inserted(text, report)
+    assert text == kernels_table().document(text, report)
     wanted = {"op", "shape", "tokens", "us", "floor_us", "ratio", "tflops", "peers"}
     assert all(wanted <= set(c) for c in report["cells"] if c["op"] == "ffn")
     assert {"device", "versions", "date", "read_tbs", "matmul_tflops"} <= set(report)
@@ -246,6 +295,13 @@ def test_the_command_measures_prints_and_writes(command, monkeypatch, tmp_path):
     assert lines[0].startswith("[0/")
     assert any("32,16,4,2, 2 rows, jit: reference: 50.0 µs ± 2.5" in line for line in lines)
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_the_command_tells_what_built_the_kernels(capsys):
+    cells = [{**REPORT["cells"][0], **built({"device graph": "triton 3.9.0"})["cells"][0]}]
+    bench_kernels._show({**REPORT, "cells": cells}, Console())
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("Kernels were built, as recorded, by triton 3.9.0 (device graph)")
 
 
 def test_the_other_commands_do_not_load_the_bench():

@@ -151,7 +151,7 @@ def scripted(monkeypatch, text: str, seen=lambda: None) -> list[tuple[list[list[
 def test_options_reach_the_model(command, monkeypatch):
     calls = scripted(monkeypatch, "x")
     command("decode", "--prompt", "abc")
-    options = {"max_new_tokens": 16, "temperature": 0.9, "top_p": 0.8, "seed": 7, "graphs": "off"}
+    options = {"max_new_tokens": 16, "temperature": 0.9, "top_p": 0.8, "seed": 7, "graphs": "simulate"}
     command(*["decode", "--prompt", "abc"], *(f"--{name.replace('_', '-')}={value}" for name, value in options.items()))
     ids = [byte_tokenizer().encode("abc")]
     defaults = {"max_new_tokens": 200, "temperature": 0.0, "top_p": 1.0, "seed": 0, "graphs": None}
@@ -294,16 +294,10 @@ def test_C114_doctor_exits_1_with_the_remedy(command, monkeypatch):
         (["decode", "--model", "/no/such/folder"], 2, "/no/such/folder"),
         (["info", "/no/such/folder"], 2, "/no/such/folder"),
         (["decode", "--model", "../nothing"], 2, "no such folder: got '../nothing'"),
-        (["decode", "--model", "{checkpoint}", "--top-p", "2"], 2, "top_p"),
         (["decode", "--model", "{checkpoint}", "--max-new-tokens", "1000"], 2, "max_positions=128"),
         (["decode", "--model", "{empty}"], 1, "config.json"),
         (["info", "{empty}"], 1, "config.json"),
         (["decode", "--model", "{checkpoint}", "--prompt", ""], 2, "prompt"),
-        (
-            ["decode", "--model", "{checkpoint}", "--max-new-tokens", "4", "--graphs", "on"],
-            1,
-            "wanted a model on a CUDA device",
-        ),
     ],
 )
 def test_errors_are_one_line_on_stderr(command, checkpoint, tmp_path, arguments, code, text):
@@ -317,6 +311,27 @@ def test_errors_are_one_line_on_stderr(command, checkpoint, tmp_path, arguments,
     assert "got" in last
     assert "wanted" in last
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--top-p", "2"], "top_p: got 2.0, wanted a number over 0, at most 1"),
+        (["--top-p", "0"], "top_p: got 0.0"),
+        (["--seed", "-1"], "seed: got -1, wanted an integer from 0 to 2**64 - 1"),
+        (["--seed", str(2**64)], "seed: got 18446744073709551616"),
+        (["--temperature", "inf"], "temperature: got inf, wanted a finite number"),
+        (["--graphs", "on"], "--graphs: device: got 'on' on a cpu, wanted a CUDA device, or simulate or jit"),
+        (["--graphs", "off", "--device", "cpu"], "--graphs: device: got 'off' on a cpu"),
+        (["--graphs", "strict", "--json"], "--graphs: device: got 'strict' on a cpu"),
+    ],
+)
+def test_options_are_refused_before_the_model_is_loaded(command, monkeypatch, options, text):
+    monkeypatch.setattr(moe_jax, "load", lambda *_, **__: pytest.fail("loaded"), raising=False)
+    code, out, err = command("decode", *options)
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith("error: ") and text in line
 
 
 def test_cuda_without_a_gpu_is_a_clear_error(command, monkeypatch):

@@ -10,7 +10,9 @@ import pytest
 
 pytest.importorskip("cuda.core")
 
-from benchmarks import engine_costs
+from benchmarks import engine_costs, step_variants
+from moe_jax.cache import SimulatedRuntime, cuda_runtime
+from moe_jax.cli import measuring
 
 STEPS = {
     "Engine.update_weights": "direct (weights moved)",
@@ -33,6 +35,18 @@ def script(monkeypatch, capsys, tmp_path):
         return int(stopped.value.code or 0), json.loads(path.read_text()), capsys.readouterr().out
 
     return run
+
+
+def test_device_and_runtime_are_chosen_in_one_place(monkeypatch, tmp_path):
+    for chosen in ("measured_device", "runtime_of"):
+        assert getattr(engine_costs, chosen) is getattr(step_variants, chosen) is getattr(measuring, chosen)
+    device, head = measuring.measured_device("here", simulated=True)
+    assert (device.platform, head["device"], head["capability"]) == ("cpu", "cpu", "8.0")
+    assert isinstance(measuring.runtime_of(device, tmp_path, simulated=True), SimulatedRuntime)
+    monkeypatch.setattr(cuda_runtime, "CudaRuntime", lambda device, *, cubins: (device, cubins))
+    assert measuring.runtime_of(device, tmp_path, simulated=False) == (device, tmp_path)
+    with pytest.raises(engine_costs.CannotServe, match=r"here: no (CUDA|usable) GPU"):
+        measuring.measured_device("here", simulated=False)
 
 
 def python(code: str) -> list[str]:

@@ -23,14 +23,18 @@ def test_variants_are_compared_on_one_engine_and_leave_nothing_behind(monkeypatc
     monkeypatch.setattr(step_variants, "REPLAYS", 1)
     monkeypatch.setattr(step_variants, "ROUNDS", 3)
     before = step.linear_spec, step.decode_attention_specs, step.tuned_tile_for
-    variants = ["attention.linger=0,attention.programs=5", "attention.run=1", "qkv.split=4,qkv.early=False"]
+    variants = ["attention.linger=0,attention.programs=5", "attention.at_once=1", "qkv.split=4,qkv.early=False"]
     path = tmp_path / "report.json"
     step_variants.main([*variants, *SIMULATED, "--rows", "2", "--json", str(path)])
-    found = json.loads(path.read_text())["rows"]["2"]
+    report = json.loads(path.read_text())
+    assert {"jax", "jaxlib", "triton", "cuda-core", "cuda-bindings", "moe-jax"} <= set(report["versions"])
+    assert {"driver", "date", "capability", "dtype"} <= set(report)
+    assert (report["device"], report["compiler"]) == ("cpu", "simulated") and report["layers"] == 2
+    found = report["rows"]["2"]
     assert list(found) == ["as it is", *variants]
     assert all(len(cell["rounds_us"]) == 2 and cell["us"] > 0 for cell in found.values())
     assert [cell["other_bits"] for cell in found.values()] == [False, False, False, False]
-    assert "attention.run=1" in capsys.readouterr().out
+    assert "attention.at_once=1" in capsys.readouterr().out
     assert (step.linear_spec, step.decode_attention_specs, step.tuned_tile_for) == before
 
 
@@ -58,7 +62,7 @@ def test_what_is_built_is_all_that_is_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(SimulatedRuntime, "load", lambda runtime, spec: loaded.add(spec.key) or load(runtime, spec))
     monkeypatch.setattr(step_variants, "REPLAYS", 1)
     monkeypatch.setattr(step_variants, "ROUNDS", 2)
-    words = ["attention.run=1", *SIMULATED, "--rows", "1,2"]
+    words = ["attention.at_once=1", *SIMULATED, "--rows", "1,2"]
     of_device = ["--device", SimulatedRuntime.device_kind, "--capability", str(SimulatedRuntime.capability)]
     step_variants.main([*words, *of_device, "--cubins", str(tmp_path), "--build"])
     assert not loaded
@@ -73,6 +77,7 @@ def test_what_is_built_is_all_that_is_measured(monkeypatch, tmp_path):
         (["gate.block_k=1"], "got 'gate.block_k=1'"),
         (["out.block_k=many"], "got 'many' for out.block_k, wanted a number"),
         (["--build"], "--build wants --cubins FOLDER"),
+        (["--json", "/no/such/folder/report.json"], "--json: folder: got /no/such/folder/report.json"),
     ],
 )
 def test_what_it_refuses(words, message, capsys):

@@ -14,9 +14,11 @@ import numpy as np
 from rich.console import Console
 
 import moe_jax
+from moe_jax import serving
 from moe_jax.cli import device as devices
 from moe_jax.cli import output
 from moe_jax.errors import InvalidArgument
+from moe_jax.sampling import sampling
 
 
 @dataclass
@@ -80,9 +82,15 @@ class Run:
 def run(
     path: str | None, prompt: str, options: Mapping[str, Any], *, device: devices.DeviceName, as_json: bool
 ) -> None:
-    """Load, decode and report."""
+    """Load, decode and report.
+
+    Raises:
+        InvalidArgument: an option's value, before anything is loaded; or one that the model cannot take.
+    """
     console = output.log_console(plain=as_json)
+    sampling(options["temperature"], options["top_p"], options["seed"])
     chosen = devices.choose(device)
+    _check_graphs(options["graphs"], chosen)
     record = Run()
     start = time.perf_counter()
     name = path or "the shipped model"
@@ -121,6 +129,13 @@ def run(
         print(json.dumps(result))
         return
     output.table("decoded", _summary(name, chosen, record), console)
+
+
+def _check_graphs(graphs: str | None, device: jax.Device) -> None:
+    """As `moe_jax.Model.generate` will, of a model on this device alone."""
+    if graphs not in (None, "simulate", "jit") and not serving.on_gpu(device):
+        got, wanted = f"{graphs!r} on a {device.platform}", "a CUDA device, or simulate or jit"
+        raise InvalidArgument("device", where="--graphs", got=got, wanted=wanted)
 
 
 def _timed(model: moe_jax.Model, ids: list[int], options: Mapping[str, Any], record: Run) -> Iterator[int]:

@@ -1,4 +1,6 @@
-"""What the commands of `moe-jax bench` share: the machine, progress, and the file of the report."""
+"""What the commands of `moe-jax bench` and the scripts in `benchmarks` share: the machine, progress, and the file of
+the report.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_jax import __version__, doctor
+from moe_jax.cache import Runtime, SimulatedRuntime
 from moe_jax.errors import CannotServe, InvalidArgument
+
+SIMULATED_BYTES = 1 << 30  # of a simulated device; the host gives only what is touched
 
 
 def check_folder(option: str, path: Path | None) -> None:
@@ -60,6 +65,31 @@ def head(machine: doctor.Machine, device: jax.Device, capability: int) -> dict[s
         "date": today(),
         "dtype": "bfloat16",
     }
+
+
+def measured_device(where: str, *, simulated: bool) -> tuple[jax.Device, dict[str, Any]]:
+    """The GPU that is measured, or the CPU of a simulated one; and what a report says of it, as `head` does.
+
+    Raises:
+        CannotServe: there is no GPU, or something it needs is missing.
+    """
+    machine = doctor.examine()
+    capability = SimulatedRuntime.capability if simulated else capability_of(machine, where)
+    device = jax.devices("cpu" if simulated else "gpu")[0]
+    return device, head(machine, device, capability)
+
+
+def runtime_of(device: jax.Device, cubins: Path | None, *, simulated: bool) -> Runtime:
+    """The runtime that steps are measured on. A simulated one needs no GPU, and its times say nothing.
+
+    Args:
+        cubins: a folder from which alone kernels come; None: Triton compiles them here.
+    """
+    if simulated:
+        return SimulatedRuntime(SIMULATED_BYTES)
+    from moe_jax.cache.cuda_runtime import CudaRuntime  # needs packages that a simulated device does not
+
+    return CudaRuntime(device, cubins=cubins)
 
 
 def write(path: Path | None, report: Mapping[str, Any]) -> None:
