@@ -271,8 +271,7 @@ def test_waiting_for_the_device_is_little_of_a_chains_time(us: float, monkeypatc
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock["host"] * 1e-6)
     found = timing.time_calls(contenders.Work("", "jit", run, run))
     assert found.note is None and len(found.us) >= LEAST_REPEATS
-    # Of the shortest 42 go in a row, as one alone takes 480.
-    assert found.us == pytest.approx([us] * len(found.us), rel={50.0: 0.21, 3000.0: 0.025, 34000.0: 0.013}[us])
+    assert found.us == pytest.approx([us] * len(found.us))
 
 
 def test_long_chains_pause_as_long_as_they_run(monkeypatch: pytest.MonkeyPatch):
