@@ -19,8 +19,8 @@ class Tile:
     """What one program computes, and how.
 
     Attributes:
-        block_m: weight rows, block_k: reduced elements a step, num_warps: as Triton means it. These belong to the
-            arithmetic: they may depend on (H, I, dtype) only.
+        block_m: weight rows, block_k: reduced elements a step, num_warps: as Triton means it. Rows of a warp and
+            block_k belong to the arithmetic: they may depend on (H, I, dtype) only.
         block_n: batch rows of one expert.
         num_stages: loads in flight.
         lag: blocks of gate-up that start before the first down tile.
@@ -66,14 +66,20 @@ def tile_for(
     mean = tokens * top_k / min(experts, tokens * top_k)
     block_n = 8 if 1 < tokens <= 8 else 16 if mean <= 8 else 32
     # Long reductions want loads in flight, short ones programs that cover for each other's ends.
-    stages, programs = (4, 396 if tokens <= 8 else 264) if inner > 2048 or tokens <= 8 else (3, 528)
+    if inner > 2048 or tokens <= 8:
+        stages, programs = 4, 396 if tokens <= 8 else 264
+    else:
+        stages, programs = 3, 396 if tokens <= 32 else 528
     tile = Tile(
         block_m=64, block_k=128, num_warps=4, block_n=block_n, num_stages=stages, lag=8 if tokens == 1 else 24,
         programs=programs, backoff=100, spread=32,
     )  # fmt: skip
-    if tokens == 1 and 90 <= capability < 100 and row_refusal(top_k, hidden, inner) is None and _has_gluon():
+    if tokens > 1 or not 90 <= capability < 100:
+        return tile
+    if row_refusal(top_k, hidden, inner) is None and _has_gluon():
         return replace(tile, ring=8, ahead=6)
-    return tile
+    # One row and long reductions: a program for each tile, so tiles of twice the rows come to an end half as often.
+    return replace(tile, block_m=128, num_warps=8, block_n=8, num_stages=3) if inner > 2048 else tile
 
 
 @functools.cache

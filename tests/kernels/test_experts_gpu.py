@@ -85,14 +85,16 @@ def test_raw_launch_in_a_graph_equals_jit(pdl):
     assert not np.asarray(made["state_ptr"].copy()).any()
 
 
-# top-k, experts, H, I that one row has its own kernel for.
+# top-k, experts, H, I that one row has its own tile for, of twice the rows by twice the warps.
+TALL_SHAPES = [(2, 8, 1024, 4096), (2, 3, 512, 14336)]
+# And those that it has its own kernel for.
 ROW_SHAPES = [(8, 128, 2048, 768), (6, 64, 2048, 1408), (8, 64, 2048, 1024), (5, 40, 1536, 512), (8, 9, 2048, 64)]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("sizes", ROW_SHAPES, ids=str)
+@pytest.mark.parametrize("sizes", ROW_SHAPES + TALL_SHAPES, ids=str)
 def test_one_row_has_the_bits_of_four(sizes, dtype):
-    """One row has a kernel of its own at these sizes."""
+    """One row has a kernel or a tile of its own at these sizes."""
     from moe_jax.pallas_kernels.experts import expert_ffn_spec
     from moe_jax.pallas_kernels.in_jit import call
 
@@ -101,7 +103,8 @@ def test_one_row_has_the_bits_of_four(sizes, dtype):
     one, four = (
         expert_ffn_spec(rows, *sizes, dtype=dtype, activation=ACTIVATIONS[0], residual=True) for rows in (1, 4)
     )
-    assert (one.name, four.name) == ("expert_ffn_row", "expert_ffn")
+    assert (one.name, four.name) == ("expert_ffn" if sizes in TALL_SHAPES else "expert_ffn_row", "expert_ffn")
+    assert (one.num_warps, four.num_warps) == (8, 4)
     run_one, run_four = (jax.jit(lambda *xs, spec=spec: call(spec, xs)[0]) for spec in (one, four))
     made = inputs_of(four, rng, 4, experts, k)
     weights = {name: made[name] for name in ("gate_up_ptr", "down_ptr")}
