@@ -150,7 +150,6 @@ def _routes() -> Iterator[Case]:
 def _attentions() -> Iterator[Case]:
     for rows in ROWS:
         base = attention.schedule_for(rows)
-        runs = {1, 2, 4} - {base.run}
         for length in LENGTHS:
             moved = rows * length * KV_HEADS * DIM * ITEM * 2
 
@@ -169,8 +168,8 @@ def _attentions() -> Iterator[Case]:
 
             for variant, schedule, pdl in (
                 *(("", base, True), ("no pdl", base, False)),
-                *((f"runs of {n}", dataclasses.replace(base, run=n, runs=8 // n), True) for n in runs),
-                ("splits of 16", dataclasses.replace(base, runs=16 // base.run), True),
+                ("splits of 8", dataclasses.replace(base, split=8, stretch=4), True),
+                ("twice as many pieces", dataclasses.replace(base, fill=2 * base.fill), True),
             ):
                 specs = attention.attention_specs(rows, HEADS, KV_HEADS, DIM, **PAGED, schedule=schedule, pdl=pdl)
                 yield Case(

@@ -147,6 +147,7 @@ def _build(spec: KernelSpec, capability: int, where: str, **more: Any) -> Any:
         "num_stages": spec.num_stages,
         "enable_fp_fusion": spec.enable_fp_fusion,
         "launch_pdl": spec.pdl,
+        "maxnreg": spec.max_registers,
     }
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options | more)
 

@@ -31,7 +31,7 @@ def call(spec: KernelSpec, inputs: Sequence[Array | jax.Ref]) -> tuple[Array, ..
         name=spec.name,
         num_warps=spec.num_warps,
         num_stages=spec.num_stages,
-        backend_options={"enable_fp_fusion": spec.enable_fp_fusion},
+        backend_options={"enable_fp_fusion": spec.enable_fp_fusion, "maxnreg": spec.max_registers},
         **operands,
         **dict(spec.constexprs),
     )

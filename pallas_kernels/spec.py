@@ -68,6 +68,8 @@ class KernelSpec:
             launch list until the launch has ended (`LaunchList` checks that within a list).
         opens: with ``pdl`` the next launch begins only when the function has waited: then all before it has ended, for
             every launch behind it. The first launch of a list does that, so that ``early`` ends at the list's begin.
+        max_registers: of a thread. None leaves it to the assembler, which spills a few rather than have fewer programs
+            on a multiprocessor.
         reference: ``jax.numpy`` function of the `inputs` that returns the new contents of the ``"inout"`` arguments and
             then the ``"out"`` ones; a single one not in a tuple.
     """
@@ -83,6 +85,7 @@ class KernelSpec:
     pdl: bool
     early: tuple[str, ...] = ()
     opens: bool = False
+    max_registers: int | None = None
     reference: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
@@ -136,7 +139,7 @@ class KernelSpec:
             [(a.name, a.dtype, a.shape, a.role) for a in self.arguments],
             self.constexprs,
             self.grid,
-            (self.num_warps, self.num_stages, self.enable_fp_fusion, self.pdl),
+            (self.num_warps, self.num_stages, self.enable_fp_fusion, self.pdl, self.max_registers),
         ]
         return hashlib.sha256(repr(content).encode()).hexdigest()
 

@@ -39,8 +39,8 @@ def append_attend(
     LONGEST: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
-    RUN: tl.constexpr,
-    RUNS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STRETCH: tl.constexpr,
     FILL: tl.constexpr,
     SEQUENCES: tl.constexpr,
     PAGES: tl.constexpr,
@@ -62,12 +62,12 @@ def append_attend(
     if PDL:
         gdc_launch_dependents()
     last, lows, first, end, tiles = work_of(
-        position_ptr, ROWS, 1, GROUPS, KV_HEADS, LONGEST, WINDOW, TILE, RUN, RUNS, FILL
+        position_ptr, ROWS, 1, GROUPS, KV_HEADS, LONGEST, WINDOW, TILE, SPLIT, STRETCH, FILL
     )
     group = tl.arange(0, GROUPS)
     sequences = tl.load(sequence_ptr + group, mask=group < ROWS, other=0)
     positions = tl.load(position_ptr + group, mask=group < ROWS, other=0)
-    slots, ends = items_of(end, GROUPS, KV_HEADS, AT_ONCE, PROGRAMS)
+    ends = items_of(end, tiles, GROUPS, KV_HEADS, AT_ONCE, FILL)
     items = tl.max(ends, 0) * KV_HEADS
     SHARE: tl.constexpr = HEADS // KV_HEADS
     dtype = qkv_ptr.dtype.element_ty
@@ -75,11 +75,11 @@ def append_attend(
     dim = tl.arange(0, DIM_POW2)
     for item in range(tl.program_id(0), items, PROGRAMS):
         slot, kv_head, row, sequence, tile, stop, low, high = item_of(
-            item, last, lows, first, end, slots, ends, tl.maximum(sequences, 0), tiles,
+            item, last, lows, first, end, ends, tl.maximum(sequences, 0), tiles,
             GROUPS, KV_HEADS, SEQUENCES, TILE,
         )  # fmt: skip
         pages_at = table_ptr + sequence * (LONGEST // PAGE)
-        index, pages = pages_of(pages_at, tile, high, TILE, PAGE, ITEM_PAGES)
+        first_page, pages = pages_of(pages_at, tile, high, TILE, PAGE, ITEM_PAGES)
         # As they are given, unlike `sequence` and `high`.
         position = tl.sum(tl.where(group == row, positions, 0), 0)
         given = tl.sum(tl.where(group == row, sequences, 0), 0)
@@ -110,9 +110,9 @@ def append_attend(
         # The new key and value are there for every thread that copies keys.
         tl.debug_barrier()
         over_keys(
-            q, tl.where(is_query, high, -1), k_pages_ptr, v_pages_ptr, pages_at, index, pages, kv_head, tile, stop,
+            q, tl.where(is_query, high, -1), k_pages_ptr, v_pages_ptr, pages_at, first_page, pages, kv_head, tile, stop,
             low, high, vector_ptr, weight_ptr, slot, tl.zeros_like(m), head, is_query, tiles,
-            DIM, DIM_POW2, HEADS, KV_HEADS, 1, WINDOW, TILE, RUN, PAGES, PAGE, SCALE, BLOCK_M,
+            DIM, DIM_POW2, HEADS, KV_HEADS, 1, WINDOW, TILE, SPLIT, STRETCH, PAGES, PAGE, ITEM_PAGES, SCALE, BLOCK_M,
         )  # fmt: skip
     if PDL:
         gdc_wait()  # also without work: when this launch has ended, so have all before it

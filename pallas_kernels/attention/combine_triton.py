@@ -1,8 +1,7 @@
 """The second launch of attention: what the first one left of a row's keys, together.
 
-All of it is element by element, in one order that no layout and no launch changes: runs of a split are merged one after
-the other, as the first launch merges them where it takes whole splits; four splits are added in ascending order,
-relative to the largest of their scores; and these sums are merged one after the other.
+All of it is element by element, in one order that no layout and no launch changes: splits of a stretch are merged one
+after the other, as the first launch merges those that it takes whole, and so are stretches.
 """
 
 from __future__ import annotations
@@ -11,83 +10,78 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .triton import LOG2_E, merge, positions_of, work_of
-
-# Splits of a sum. Belongs to the arithmetic.
-TOGETHER = tl.constexpr(4)
+from .triton import LOG2_E, positions_of, shares, work_of
 
 
 @triton.jit
-def _add(tops, totals, outs, FIRST: tl.constexpr):
-    """The sum of `TOGETHER` splits from a number on."""
-    largest = tops[FIRST]
-    for i in tl.static_range(FIRST + 1, FIRST + TOGETHER):
-        largest = tl.maximum(largest, tops[i])
-    base = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.zeros_like(totals[FIRST])
-    out = tl.zeros_like(outs[FIRST])
-    for i in tl.static_range(FIRST, FIRST + TOGETHER):
-        share = tl.exp2(tops[i] - base)
-        total += totals[i] * share
-        out += outs[i] * share[:, None]
-    return largest, total, out
+def _merge(top, total, out, new_top, new_total, new_out):
+    """`triton.merge` of one row."""
+    largest, old, new = shares(top, new_top)
+    return largest, total * old + new_total * new, out * old + new_out * new
 
 
 @triton.jit
-def _over_splits(
-    vector_ptr, weight_ptr, within, head, origin, position, low,
-    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr, GROUP_ROWS: tl.constexpr, KEYS: tl.constexpr,
-    PIECES: tl.constexpr, FLYING: tl.constexpr,
+def _merged(tops, totals, outs, FIRST: tl.constexpr, MANY: tl.constexpr):
+    """MANY pieces from a number on, one after the other."""
+    top, total, out = tops[FIRST], totals[FIRST], outs[FIRST]
+    for i in tl.static_range(FIRST + 1, FIRST + MANY):
+        top, total, out = _merge(top, total, out, tops[i], totals[i], outs[i])
+    return top, total, out
+
+
+@triton.jit
+def _nothing(DIM: tl.constexpr):
+    """What `_merge` begins with."""
+    zero = tl.zeros([DIM], tl.float32)
+    return tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32), zero
+
+
+@triton.jit
+def _over_pieces(
+    vector_ptr, weight_ptr, within, head, origin, position, low, tiles,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_POW2: tl.constexpr, GROUP_ROWS: tl.constexpr, TILE: tl.constexpr,
+    SPLIT: tl.constexpr, STRETCH: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """All splits of a row together, each of PIECES pieces of KEYS keys.
+    """All pieces of a row together.
 
     Args:
         within: number of the row in its group.
-        head, position, low: ``[1]``; the first and last key that the row sees.
+        position, low: the last and first key that the row sees.
         origin: slot that the piece of key 0 has or would have.
-        FLYING: times `TOGETHER` splits are asked for before the first is added.
+        tiles: of a piece.
+        PIECES: that are asked for before the first is merged; whole stretches of splits.
 
     Returns:
-        ``top`` and ``total`` ``[1]`` and ``out`` ``[1, DIM_POW2]``, as the first launch leaves them of a piece.
+        ``top``, ``total`` and ``out`` ``[DIM_POW2]``.
     """
-    SPLIT: tl.constexpr = KEYS * PIECES
-    SPAN: tl.constexpr = TOGETHER * FLYING
     dim = tl.arange(0, DIM_POW2)
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    out = tl.zeros([1, DIM_POW2], tl.float32)
-    for start in range(tl.max(low, 0) // SPLIT // SPAN * SPAN, tl.max(position, 0) // SPLIT + 1, SPAN):
+    keys = tiles * TILE
+    top, total, out = _nothing(DIM_POW2)
+    for start in range(low // keys // PIECES * PIECES, position // keys + 1, PIECES):
         # A piece that is not there has -inf and zeros, and changes nothing that it is merged with.
         # (Tuples grow by addition: Triton knows no starred element.)
         tops = ()
         totals = ()
         outs = ()
-        for i in tl.static_range(SPAN * PIECES):
-            piece = start * PIECES + i
-            there = (piece * KEYS <= position) & (piece >= low // KEYS)
+        for i in tl.static_range(PIECES):
+            piece = start + i
+            there = (piece * keys <= position) & (piece >= low // keys)
             place = (tl.where(there, origin + piece, 0) * GROUP_ROWS + within).to(tl.int64) * HEADS + head
-            tops = tops + (tl.load(weight_ptr + place * 2, mask=there, other=float("-inf")),)  # noqa: RUF005
-            totals = totals + (tl.load(weight_ptr + place * 2 + 1, mask=there, other=0.0),)  # noqa: RUF005
-            at = vector_ptr + place[:, None] * DIM + dim[None, :]
-            outs = outs + (tl.load(at, mask=there[:, None] & (dim < DIM)[None, :], other=0.0),)  # noqa: RUF005
+            # Numbers, not arrays: a pass of the compiler takes a time that grows with the square of loads of arrays.
+            tops = tops + (tl.where(there, tl.load(weight_ptr + place * 2), float("-inf")),)  # noqa: RUF005
+            totals = totals + (tl.where(there, tl.load(weight_ptr + place * 2 + 1), 0.0),)  # noqa: RUF005
+            at = vector_ptr + place * DIM + dim
+            outs = outs + (tl.load(at, mask=dim < tl.where(there, DIM, 0), other=0.0),)  # noqa: RUF005
         # Always true, which the compiler does not know: the branch ends a block of instructions. Within one block it
         # would put the first sums between the loads, and fewer loads would be in flight.
         if tl.program_id(2) <= start:
-            split_tops = ()
-            split_totals = ()
-            split_outs = ()
-            for i in tl.static_range(0, SPAN * PIECES, PIECES):
-                split_top, split_total, split_out = tops[i], totals[i], outs[i]
-                for j in tl.static_range(i + 1, i + PIECES):
-                    split_top, split_total, split_out = merge(
-                        split_top, split_total, split_out, tops[j], totals[j], outs[j], position >= 0
-                    )
-                split_tops = split_tops + (split_top,)  # noqa: RUF005
-                split_totals = split_totals + (split_total,)  # noqa: RUF005
-                split_outs = split_outs + (split_out,)  # noqa: RUF005
-            for i in tl.static_range(0, SPAN, TOGETHER):
-                sum_top, sum_total, sum_out = _add(split_tops, split_totals, split_outs, i)
-                top, total, out = merge(top, total, out, sum_top, sum_total, sum_out, position >= 0)
+            if tiles == SPLIT:
+                for i in tl.static_range(0, PIECES, STRETCH):
+                    more = _merged(tops, totals, outs, i, STRETCH)
+                    top, total, out = _merge(top, total, out, more[0], more[1], more[2])
+            else:
+                for i in tl.static_range(PIECES):
+                    top, total, out = _merge(top, total, out, tops[i], totals[i], outs[i])
     return top, total, out
 
 
@@ -108,38 +102,41 @@ def combine(
     LONGEST: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
-    RUN: tl.constexpr,
-    RUNS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STRETCH: tl.constexpr,
     FILL: tl.constexpr,
     SINK: tl.constexpr,
-    FLYING: tl.constexpr,
+    FEW: tl.constexpr,
+    MANY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """See `attention.specs.attention_specs` for the arguments."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0)
-    head = tl.program_id(1) + tl.arange(0, 1)
+    head = tl.program_id(1)
     _, _, first, end, tiles = work_of(
-        position_ptr, ROWS, GROUP_ROWS, GROUPS, KV_HEADS, LONGEST, WINDOW, TILE, RUN, RUNS, FILL
+        position_ptr, ROWS, GROUP_ROWS, GROUPS, KV_HEADS, LONGEST, WINDOW, TILE, SPLIT, STRETCH, FILL
     )
     group = tl.arange(0, GROUPS)
     mine = row // GROUP_ROWS
     origin = tl.max(tl.where(group < mine, end, 0), 0) - tl.sum(tl.where(group == mine, first, 0), 0)
-    # In place of a scalar, of which the interpreter makes no mask.
-    position = positions_of(position_ptr, row + tl.arange(0, 1), tl.arange(0, 1) < ROWS - row, LONGEST)
-    low = tl.maximum(position - (WINDOW - 1), 0) if WINDOW > 0 else tl.zeros_like(position)
+    # By way of an array: the interpreter makes no mask of a scalar.
+    given = positions_of(position_ptr, row + tl.arange(0, 1), tl.arange(0, 1) < ROWS - row, LONGEST)
+    position = tl.max(given, 0)
+    low = tl.maximum(position - (WINDOW - 1), 0) if WINDOW > 0 else 0
     if PDL:
         gdc_wait()
-    if tiles == RUN * RUNS:
-        top, total, out = _over_splits(
-            vector_ptr, weight_ptr, row % GROUP_ROWS, head, origin, position, low,
-            HEADS, DIM, DIM_POW2, GROUP_ROWS, TILE * RUN * RUNS, 1, FLYING,
+    # Where there are few, most of MANY would be asked for in vain.
+    if (position - low) // (tiles * TILE) < FEW:
+        top, total, out = _over_pieces(
+            vector_ptr, weight_ptr, row % GROUP_ROWS, head, origin, position, low, tiles,
+            HEADS, DIM, DIM_POW2, GROUP_ROWS, TILE, SPLIT, STRETCH, FEW,
         )  # fmt: skip
     else:
-        top, total, out = _over_splits(
-            vector_ptr, weight_ptr, row % GROUP_ROWS, head, origin, position, low,
-            HEADS, DIM, DIM_POW2, GROUP_ROWS, TILE * RUN, RUNS, FLYING // 2,
+        top, total, out = _over_pieces(
+            vector_ptr, weight_ptr, row % GROUP_ROWS, head, origin, position, low, tiles,
+            HEADS, DIM, DIM_POW2, GROUP_ROWS, TILE, SPLIT, STRETCH, MANY,
         )  # fmt: skip
     if SINK:
         sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2_E
@@ -147,8 +144,8 @@ def combine(
         base = tl.where(largest == float("-inf"), 0.0, largest)
         share = tl.exp2(top - base)
         total = total * share + tl.exp2(sink - base)
-        out = out * share[:, None]
-    value = tl.where((position >= 0)[:, None], out / total[:, None], 0.0)
+        out = out * share
+    value = tl.where(position >= 0, out / total, 0.0)
     dim = tl.arange(0, DIM_POW2)
-    at = out_ptr + (row.to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
-    tl.store(at, value.to(out_ptr.dtype.element_ty), mask=(dim < DIM)[None, :])
+    at = out_ptr + (row.to(tl.int64) * HEADS + head) * DIM + dim
+    tl.store(at, value.to(out_ptr.dtype.element_ty), mask=dim < DIM)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from ..device import shared_memory
 
 MAX_ROWS = 64
-# Runs of a sequence: a program multiplies two numbers of them in 32 bits.
-MAX_RUNS = 46340
+# Pieces of a sequence: a program multiplies two numbers of them in 32 bits.
+MAX_PIECES = 46340
 # Keys of a tile, half of them in float32.
 TILE = 64
 # Of the second launch: a thread for each element of a head of 128.
@@ -22,30 +22,32 @@ class Schedule:
     """How the work is spread.
 
     Attributes:
-        run, runs: tiles of a run and runs of a split. These belong to the arithmetic.
+        split, stretch: tiles of a split and splits of a stretch. These belong to the arithmetic.
         programs: programs that share the work; as many as the device holds at once.
-        at_once: splits or runs at most that a program takes one after the other, without an end of its loads.
-        fill: with fewer pairs of split and key head than this, programs take runs.
+        at_once: tiles at most that a program takes one after the other, without an end of its loads.
+        fill: programs that the work is to keep busy; with less than a stretch for each, pieces are splits.
         num_warps, num_stages: as Triton means them.
         linger: nanoseconds that programs without work stay, where attention appends: else the weights of the next
             launch would come into their place at once, and slow what the others read.
     """
 
-    run: int = 2
-    runs: int = 4
+    split: int = 2
+    stretch: int = 8
     programs: int = 264
-    at_once: int = 4
-    fill: int = 128
+    at_once: int = 32
+    fill: int = 264
     num_warps: int = 4
     num_stages: int = 3
     linger: int = 1200
 
 
-def loads_in_flight(rows: int, heads: int) -> int:
-    """Of a program of the second launch, in units of four splits: few programs may have registers for many loads; of
-    many as many as can be shall be resident.
+def pieces_at_once(stretch: int, rows: int, heads: int) -> tuple[int, int]:
+    """Pieces that a program of the second launch asks for at once, where there are few and where there are many: whole
+    stretches of splits. Few programs may have registers for many; of many as many as can be shall be resident.
     """
-    return 4 if rows * heads <= 264 else 2
+    programs = rows * heads
+    few, many = (16, 32) if programs <= 264 else (16, 16) if programs <= 792 else (8, 8)
+    return stretch * max(1, few // stretch), stretch * max(1, many // stretch)
 
 
 def max_dim(dtype: str) -> int:
@@ -71,7 +73,7 @@ def schedule_for(
     wide, small = dim > 128 or dtype == "float32", shared_memory(capability) <= 99
     num_warps = 8 if wide or together > 16 else 4
     if rows == 1 and not wide and not small:
-        return Schedule(num_stages=5, num_warps=num_warps, programs=132)
+        return Schedule(num_stages=5, num_warps=num_warps, programs=132, fill=132)
     return Schedule(num_stages=2 if dim > 128 and small else 3, num_warps=num_warps)
 
 

@@ -70,8 +70,8 @@ def attend(
     slots: int,
     group_rows: int,
     tile: int,
-    run: int,
     split: int,
+    stretch: int,
     fill: int,
 ) -> tuple[Float32[Array, "slots heads D"], Float32[Array, "slots heads 2"]]:
     """The first launch: what each piece of keys adds to a row. Gathers all keys per slot, so for small shapes only.
@@ -82,7 +82,7 @@ def attend(
     """
     position = _last_key(position, table, k_pages)
     score, v, _ = _scores(q, k_pages, v_pages, table, position, sequence, scale / math.log(2), window)
-    row, piece, span = _pieces(position, window, k_pages.shape[1], slots, group_rows, tile * run, tile * split, fill)
+    row, piece, span = _pieces(position, window, k_pages.shape[1], slots, group_rows, (tile, split, stretch), fill)
     there = (row >= 0)[:, None, None, None]
     key = jnp.arange(score.shape[-1], dtype=jnp.int32)
     inside = (key // span == piece[:, None])[:, None, None, :] & there
@@ -114,15 +114,15 @@ def combine(
     group_rows: int,
     longest: int,
     tile: int,
-    run: int,
     split: int,
+    stretch: int,
     fill: int,
     has_sink: bool,
     out_dtype: str,
 ) -> Float[Array, "T q"]:
     """The second launch: the pieces of each row together."""
     position = jnp.minimum(jnp.asarray(position), longest - 1)
-    row, _, _ = _pieces(position, window, kv_heads, vector.shape[0], group_rows, tile * run, tile * split, fill)
+    row, _, _ = _pieces(position, window, kv_heads, vector.shape[0], group_rows, (tile, split, stretch), fill)
     mine = (row == jnp.arange(position.shape[0], dtype=jnp.int32)[:, None])[..., None]
     top, total = jnp.moveaxis(jnp.asarray(weight), -1, 0)
     top = jnp.where(mine, top, -jnp.inf)
@@ -170,7 +170,7 @@ def _scores(
 
 
 def _pieces(
-    position, window: int | None, kv_heads: int, slots: int, group_rows: int, run: int, split: int, fill: int
+    position, window: int | None, kv_heads: int, slots: int, group_rows: int, cut: tuple[int, int, int], fill: int
 ) -> tuple[Int32[Array, " slots"], Int32[Array, " slots"], Int32[Array, ""]]:
     """Row (-1: none), number of the piece in absolute positions, and keys of a piece, for each slot."""
     groups = position.shape[0] // group_rows
@@ -182,7 +182,11 @@ def _pieces(
     def count(span):
         return jnp.where(last >= 0, last // span - low // span + 1, 0)
 
-    span = jnp.where(jnp.sum(count(split)) * kv_heads >= fill, split, run)
+    tile, split, stretch = cut
+    tiles = count(tile)
+    share = jnp.sum(jnp.minimum(tiles, stretch // tile * fill)) * kv_heads * 9
+    fair = jnp.minimum(jnp.max(tiles), stretch // tile) * fill * 8 <= share
+    span = jnp.where(fair, stretch, split)
     end = jnp.cumsum(count(span))
     slot = jnp.arange(slots, dtype=jnp.int32)
     piece, within = slot // group_rows, slot % group_rows

@@ -15,12 +15,12 @@ from . import reference
 from .heuristics import (
     COMBINE_WARPS,
     MAX_BLOCK_M,
+    MAX_PIECES,
     MAX_ROWS,
-    MAX_RUNS,
     Schedule,
     group_rows,
-    loads_in_flight,
     max_dim,
+    pieces_at_once,
     schedule_for,
     tile_keys,
 )
@@ -175,6 +175,7 @@ class _Sizes(NamedTuple):
         launch: how it is launched.
         of_reference: what its reference takes besides arrays.
         cut: how keys are cut.
+        pieces: `pieces_at_once`.
         linger: of the schedule.
     """
 
@@ -190,6 +191,7 @@ class _Sizes(NamedTuple):
     launch: dict[str, Any]
     of_reference: dict[str, Any]
     cut: dict[str, Any]
+    pieces: tuple[int, int]
     linger: int
 
 
@@ -222,16 +224,29 @@ def _sizes(
     groups = rows // together
     block_m = max(16, power_of_two(together * share + beside))
     schedule = schedule or schedule_for(rows, dim, dtype, together=block_m, capability=capability)
-    run, split = schedule.run, schedule.run * schedule.runs
+    if min(schedule.split, schedule.stretch, schedule.programs, schedule.at_once, schedule.fill) < 1:
+        raise InvalidArgument("schedule", where=where, got=schedule, wanted="no number below 1")
+    split, stretch = schedule.split * tile, schedule.split * schedule.stretch * tile
     longest = max_pages * page_size
-    if longest > MAX_RUNS * run * tile:
-        got, wanted = f"{max_pages} of {page_size} keys", f"at most {MAX_RUNS * run * tile} keys"
+    # Splits are pieces only of so little work that a stretch would be more than a program's share. Those of a group may
+    # begin and end within a stretch.
+    few = schedule.split * schedule.stretch * schedule.fill * 8 // (9 * kv_heads)
+
+    def pieces(groups: int) -> int:
+        splits, stretches = (groups * -(-longest // keys) for keys in (split, stretch))
+        return max(min(splits, few // schedule.split + 2 * groups), stretches)
+
+    if pieces(1) > MAX_PIECES:
+        got, wanted = f"{max_pages} of {page_size} keys", f"at most {MAX_PIECES * stretch} keys"
         raise InvalidArgument("max_pages", where=where, got=got, wanted=wanted)
-    splits, runs = (groups * -(-longest // (tile * tiles)) for tiles in (split, run))
-    # Runs are taken when splits are fewer than `fill`; one more for the ends of each group.
-    slots = max(splits, min(runs, schedule.runs * (schedule.fill + groups))) * together
+    if sequences * max_pages >= 2**31:
+        raise InvalidArgument("table", where=where, got=f"{sequences} x {max_pages} pages", wanted="fewer than 2**31")
+    slots = pieces(groups) * together
     scale = float(dim**-0.5 if scale is None else scale)
-    cut = {"window": window, "group_rows": together, "tile": tile, "run": run, "split": split, "fill": schedule.fill}
+    cut = {
+        "window": window, "group_rows": together, "tile": tile, "split": split, "stretch": stretch,
+        "fill": schedule.fill,
+    }  # fmt: skip
     shape = (
         ("ROWS", rows),
         ("GROUP_ROWS", together),
@@ -243,8 +258,8 @@ def _sizes(
         ("LONGEST", longest),
         ("WINDOW", window or 0),
         ("TILE", tile),
-        ("RUN", run),
-        ("RUNS", schedule.runs),
+        ("SPLIT", schedule.split),
+        ("STRETCH", schedule.stretch),
         ("FILL", schedule.fill),
     )
     return _Sizes(
@@ -262,10 +277,11 @@ def _sizes(
         ),
         launch={
             "grid": (schedule.programs, 1, 1), "num_warps": schedule.num_warps, "num_stages": schedule.num_stages,
-            "enable_fp_fusion": False, "pdl": pdl,
+            "enable_fp_fusion": False, "pdl": pdl, "max_registers": 255 if capability < 90 else None,
         },
         of_reference={"scale": scale, "slots": slots, **cut},
         cut=cut,
+        pieces=pieces_at_once(schedule.stretch, rows, heads),
         linger=schedule.linger,
     )  # fmt: skip
 
@@ -273,10 +289,11 @@ def _sizes(
 def _item_pages(schedule: Schedule, tile: int, page_size: int) -> int:
     """Pages that an item has keys in at most, as a power of two: it may begin and end within a page."""
     most = 1
-    for piece in (schedule.run * tile, schedule.run * schedule.runs * tile):
+    for tiles in (schedule.split, schedule.split * schedule.stretch):
         # Items begin at multiples of a piece, so at most this far into a page.
-        into = page_size - math.gcd(piece, page_size)
-        most = max(most, -(-(into + schedule.at_once * piece) // page_size))
+        into = page_size - math.gcd(tiles * tile, page_size)
+        keys = max(schedule.at_once // tiles, 1) * tiles * tile
+        most = max(most, -(-(into + keys) // page_size))
     return power_of_two(most)
 
 
@@ -294,7 +311,7 @@ def _combine_spec(sizes: _Sizes, dtype: str, sink: bool, pdl: bool) -> KernelSpe
             Argument("sink_ptr", dtype, (heads,) if sink else (1,), "in"),
             Argument("out_ptr", dtype, (rows, heads * dim), "out"),
         ),
-        constexprs=(*sizes.shape, ("SINK", sink), ("FLYING", loads_in_flight(rows, heads)), ("PDL", pdl)),
+        constexprs=(*sizes.shape, ("SINK", sink), ("FEW", sizes.pieces[0]), ("MANY", sizes.pieces[1]), ("PDL", pdl)),
         grid=(rows, heads, 1),
         num_warps=COMBINE_WARPS,
         num_stages=1,

@@ -167,13 +167,18 @@ PAGED = {"sequences": 4, "pages": 49, "page_size": 8, "max_pages": 12}
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles of 16 keys (of float32), splits of 4 tiles, so that short sequences have several of each."""
+    """Tiles of 16 keys (of float32), so that short sequences have several; few pieces at once, which take long here."""
     monkeypatch.setattr(attention_heuristics, "TILE", 32)
+    whole = lambda stretch, *_: (stretch, stretch)  # noqa: E731
+    monkeypatch.setattr(attention_module, "pieces_at_once", whole)
 
 
-def attend(rng, rows, heads, kv_heads, dim, given, *, fill, cut=(2, 2), **options):
+PIECES = {"stretches": 1, "splits": 10**5}  # and how many programs are to be kept busy for it
+
+
+def attend(rng, rows, heads, kv_heads, dim, given, *, pieces="splits", cut=(2, 2), **options):
     """Both specs and their buffers after the launches."""
-    schedule = Schedule(programs=5, fill=fill, run=cut[0], runs=cut[1])
+    schedule = Schedule(programs=5, split=cut[0], stretch=cut[1], fill=PIECES[pieces])
     first, second = attention_specs(rows, heads, kv_heads, dim, dtype="float32", **PAGED, schedule=schedule, **options)
     one = run(first, rng, given)
     two = run(second, rng, {name: one[name] for name in ("vector_ptr", "weight_ptr", "position_ptr")} | given)
@@ -191,9 +196,7 @@ def each_launch_agrees_with_its_reference(first, one, second, two):
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize(
-    ("fill", "cut"), [(0, (2, 2)), (10**6, (2, 2)), (10**6, (1, 4))], ids=["splits", "runs", "tiles"]
-)
+@pytest.mark.parametrize(("pieces", "cut"), [("stretches", (2, 2)), ("splits", (2, 2)), ("splits", (1, 3))], ids=str)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "options"),
     [
@@ -204,22 +207,25 @@ def each_launch_agrees_with_its_reference(first, one, second, two):
     ],
     ids=str,
 )
-def test_attention(heads, kv_heads, dim, options, fill, cut):
+def test_attention(heads, kv_heads, dim, options, pieces, cut):
     rng = np.random.default_rng(8)
     given = kv_case(rng, rows=6, positions=96, **PAGED)
+    if "window" in options:
+        # Two pieces, on both sides of where those that are asked for at once end.
+        given["position_ptr"][0] = 70
     if "rows_of_sequence" in options:
         given["sequence_ptr"] = np.array([2, 2, 0, 0, 3, 3], np.int32)
         given["position_ptr"] = np.array([40, 41, 15, 16, -1, 70], np.int32)
-    pages = rng.standard_normal((2, 49, kv_heads, 8, dim)).astype(np.float32)
-    given |= {"k_pages_ptr": pages[0], "v_pages_ptr": pages[1]}
+    pools = rng.standard_normal((2, 49, kv_heads, 8, dim)).astype(np.float32)
+    given |= {"k_pages_ptr": pools[0], "v_pages_ptr": pools[1]}
     # Places that no row sees hold NaN.
     unseen = np.ones((49, 8), bool)
     for s, p in zip(given["sequence_ptr"], given["position_ptr"], strict=True):
         for key in range(max(0, p + 1 - options.get("window", p + 1)), p + 1):
             unseen[given["table_ptr"][s, key // 8], key % 8] = False
-    for stack in pages:
+    for stack in pools:
         stack.transpose(0, 2, 1, 3)[unseen] = np.nan
-    (first, one), (second, two) = attend(rng, 6, heads, kv_heads, dim, given, fill=fill, cut=cut, **options)
+    (first, one), (second, two) = attend(rng, 6, heads, kv_heads, dim, given, pieces=pieces, cut=cut, **options)
     each_launch_agrees_with_its_reference(first, one, second, two)
     arguments = [one[f"{name}_ptr"] for name in ("k_pages", "v_pages", "table", "position", "sequence")]
     q, sink = one["q_ptr"].reshape(6, heads, dim), two["sink_ptr"] if "sink" in options else None
@@ -236,9 +242,9 @@ def test_attention_takes_numbers_out_of_range_as_the_nearest():
     wild["position_ptr"][:], wild["sequence_ptr"][:] = (96, -5, 200, 80), (-1, 0, 2, 9)
     given["position_ptr"][:], given["sequence_ptr"][:] = (95, -1, 95, 80), (0, 0, 2, 3)
     given["table_ptr"] = np.clip(given["table_ptr"], 0, 48)
-    (_, one), (_, wanted) = attend(rng, 4, 4, 2, 16, given, fill=0)
+    (_, one), (_, wanted) = attend(rng, 4, 4, 2, 16, given)
     wild |= {name: one[name] for name in ("q_ptr", "k_pages_ptr", "v_pages_ptr")}
-    _, (_, got) = attend(rng, 4, 4, 2, 16, wild, fill=0)
+    _, (_, got) = attend(rng, 4, 4, 2, 16, wild)
     np.testing.assert_array_equal(got["out_ptr"], wanted["out_ptr"])
     near = [one[f"{name}_ptr"] for name in ("k_pages", "v_pages", "table", "position", "sequence")]
     exact = attention_oracle(one["q_ptr"].reshape(4, 4, 16), *near)
@@ -250,59 +256,60 @@ def test_attention_rows_bits_do_not_depend_on_company_or_schedule():
     rng = np.random.default_rng(9)
     given = kv_case(rng, rows=1, positions=96, **PAGED)
     given["position_ptr"][0] = 77
-    (_, alone), (_, out) = attend(rng, 1, 4, 2, 16, given, fill=0)
-    for rows, fill in ((1, 10**6), (4, 0), (4, 8), (9, 10**6)):
+    (_, alone), (_, out) = attend(rng, 1, 4, 2, 16, given)
+    for rows, pieces in ((1, "stretches"), (4, "splits"), (9, "stretches")):
         more = kv_case(rng, rows=rows, positions=96, **PAGED)
         more |= {name: alone[name] for name in ("k_pages_ptr", "v_pages_ptr", "table_ptr")}
         more["q_ptr"] = rng.standard_normal((rows, 64)).astype(np.float32)
         for name in ("position_ptr", "sequence_ptr", "q_ptr"):
             more[name][rows // 2] = alone[name][0]
-        _, (_, company) = attend(rng, rows, 4, 2, 16, more, fill=fill)
+        _, (_, company) = attend(rng, rows, 4, 2, 16, more, pieces=pieces)
         np.testing.assert_array_equal(company["out_ptr"][rows // 2], out["out_ptr"][0])
 
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("options", [{}, {"window": 333}], ids=str)
 def test_attention_of_many_splits_has_the_same_bits_however_they_are_shared_out(options, monkeypatch):
-    """48 splits of 16 keys: sums of four, several of them at a time, and programs that take several pieces."""
+    """48 tiles of 16 keys in both kinds of pieces, several of them at a time or one after the other."""
     rng = np.random.default_rng(19)
     paged = PAGED | {"pages": 4 * 96 + 1, "max_pages": 96}
     given = kv_case(rng, rows=3, positions=768, **paged)
     given["sequence_ptr"][:], given["position_ptr"][:] = (2, 0, 3), (765, 5, 400)
 
-    def launch(runs, **schedule):
-        schedule = Schedule(run=1, runs=runs, **schedule)
+    def launch(cut, pieces, **schedule):
+        schedule = Schedule(split=cut[0], stretch=cut[1], fill=PIECES[pieces], **schedule)
         first, second = attention_specs(3, 4, 2, 16, dtype="float32", **paged, schedule=schedule, **options)
         one = run(first, rng, given)
         given.update({name: one[name] for name in ("q_ptr", "k_pages_ptr", "v_pages_ptr")})
         two = run(second, rng, {name: one[name] for name in ("vector_ptr", "weight_ptr", "position_ptr")})
         return one, two["out_ptr"]
 
-    for runs in (1, 2):
-        one, out = launch(runs, programs=3, at_once=1, fill=0)
+    for cut in ((1, 4), (2, 3)):
+        one, out = launch(cut, "splits", programs=3, at_once=1)
         arguments = [one[f"{name}_ptr"] for name in ("k_pages", "v_pages", "table", "position", "sequence")]
         wanted = attention_oracle(one["q_ptr"].reshape(3, 4, 16), *arguments, None, None, options.get("window"))
         np.testing.assert_allclose(out.reshape(wanted.shape), wanted, rtol=2e-5, atol=2e-5)
-        for programs, at_once, fill in ((1, 64, 0), (7, 3, 0), (500, 4, 0), (7, 4, 10**6)):
-            if fill:
-                monkeypatch.setattr(attention_module, "loads_in_flight", lambda *_: 2)
-            np.testing.assert_array_equal(launch(runs, programs=programs, at_once=at_once, fill=fill)[1], out)
-        monkeypatch.undo()
-        monkeypatch.setattr(attention_heuristics, "TILE", 32)
+        for pieces, programs, at_once, trips in (
+            ("splits", 1, 64, 1), ("splits", 7, 6, 2), ("stretches", 30, 1, 2), ("stretches", 1, 24, 1),
+        ):  # fmt: skip
+            few, many = cut[1], cut[1] * trips
+            with monkeypatch.context() as patch:
+                patch.setattr(attention_module, "pieces_at_once", lambda *_, few=few, many=many: (few, many))
+                np.testing.assert_array_equal(launch(cut, pieces, programs=programs, at_once=at_once)[1], out)
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("fill", [0, 10**6], ids=["splits", "runs"])
+@pytest.mark.parametrize("pieces", PIECES)
 @pytest.mark.parametrize("page_size", [1, 8, 32, 64, 128, 256, 1024])
-def test_attention_of_pages_that_an_item_begins_in_the_middle_of(page_size, fill):
-    """Splits of 64 keys, up to four of them an item: it may begin and end within a page."""
+def test_attention_of_pages_that_an_item_begins_in_the_middle_of(page_size, pieces):
+    """Splits of 32 keys, up to four of them an item: it may begin and end within a page."""
     rng = np.random.default_rng(23)
     paged = {"sequences": 1, "pages": 1024 // page_size + 1, "page_size": page_size, "max_pages": 1024 // page_size}
     given = kv_case(rng, rows=1, positions=1024, **paged)
     given["position_ptr"][:] = 860
     pages = rng.standard_normal((2, paged["pages"], 2, page_size, 16)).astype(np.float32)
     given |= {"k_pages_ptr": pages[0], "v_pages_ptr": pages[1]}
-    schedule = Schedule(programs=1, fill=fill, run=2, runs=2, at_once=4)
+    schedule = Schedule(split=2, stretch=2, fill=PIECES[pieces], programs=1, at_once=8)
     first, second = attention_specs(1, 4, 2, 16, dtype="float32", **paged, schedule=schedule)
     one = run(first, rng, given)
     two = run(second, rng, {name: one[name] for name in ("vector_ptr", "weight_ptr", "position_ptr")})
@@ -316,24 +323,30 @@ def test_attention_rows_of_one_sequence_have_the_bits_of_rows_alone():
     rng = np.random.default_rng(10)
     given = kv_case(rng, rows=4, positions=96, **PAGED)
     given["sequence_ptr"][:] = 1
-    given["position_ptr"][:] = (30, 31, 32, 33)
-    (_, alone), (_, out) = attend(rng, 4, 4, 2, 16, given, fill=0)
+    given["position_ptr"][:] = (30, 31, 31, 33)
+    # In a tile that only the last row sees.
+    given["v_pages_ptr"] = rng.standard_normal((49, 2, 8, 16)).astype(np.float32)
+    given["v_pages_ptr"][given["table_ptr"][1, 33 // 8], :, 33 % 8] = np.nan
+    (_, alone), (_, out) = attend(rng, 4, 4, 2, 16, given)
     given |= {name: alone[name] for name in ("k_pages_ptr", "v_pages_ptr", "q_ptr")}
-    _, (_, together) = attend(rng, 4, 4, 2, 16, given, fill=0, rows_of_sequence=4)
+    _, (_, together) = attend(rng, 4, 4, 2, 16, given, pieces="stretches", rows_of_sequence=4)
     np.testing.assert_array_equal(together["out_ptr"], out["out_ptr"])
+    np.testing.assert_array_equal(np.isnan(out["out_ptr"]).all(1), (False, False, False, True))
 
 
 # -- append and attention in one ------------------------------------------------------------------------------------
 
 
-def two_and_three_launches(rng, heads, kv_heads, dim, given, *, paged, norm, clip=None, window=None, fill=0, last=96):
+def two_and_three_launches(
+    rng, heads, kv_heads, dim, given, *, paged, norm, clip=None, window=None, pieces="splits", last=96
+):
     """Pages, pieces and output of append and attention in one launch, and of one after the other; each row has a
     sequence of its own, and positions up to ``last`` are in the tables.
     """
     rows = given["position_ptr"].shape[0]
     of_both = {"dtype": "float32", **paged}
     of_append = {"positions": last, "norm": norm, "clip": clip}
-    of_attention = {"window": window, "schedule": Schedule(programs=5, fill=fill, run=2, runs=2)}
+    of_attention = {"window": window, "schedule": Schedule(programs=5, split=2, stretch=2, fill=PIECES[pieces])}
     append = kv_append_spec(rows, heads, kv_heads, dim, **of_both, **of_append)
     parts = append, *attention_specs(rows, heads, kv_heads, dim, **of_both, **of_attention)
     fused = decode_attention_specs(rows, heads, kv_heads, dim, **of_both, **of_append, **of_attention)
@@ -367,9 +380,9 @@ def two_and_three_launches(rng, heads, kv_heads, dim, given, *, paged, norm, cli
     [
         (8, 2, 16, 8, {"norm": "head"}),
         (8, 2, 16, 16, {"norm": None, "window": 20}),
-        (6, 3, 24, 32, {"norm": "head", "clip": 0.7, "fill": 10**6}),
-        (16, 1, 16, 4, {"norm": "projection", "clip": 1.5, "fill": 10**6, "window": 9}),
-        (4, 4, 8, 1, {"norm": "projection", "clip": None}),
+        (6, 3, 24, 32, {"norm": "head", "clip": 0.7, "pieces": "stretches"}),
+        (16, 1, 16, 4, {"norm": "projection", "clip": 1.5, "window": 9}),
+        (4, 4, 8, 1, {"norm": "projection", "clip": None, "pieces": "stretches"}),
     ],
     ids=str,
 )
@@ -408,8 +421,8 @@ def test_decode_attention_rows_bits_do_not_depend_on_company_or_schedule():
     paged = {"sequences": 9, "pages": 109, "page_size": 8, "max_pages": 12}
     options = {"dtype": "float32", **paged, "positions": 96, "norm": "head"}
 
-    def launch(rows, given, fill):
-        schedule = Schedule(programs=5, fill=fill, run=2, runs=2)
+    def launch(rows, given, pieces):
+        schedule = Schedule(programs=5, split=2, stretch=2, fill=PIECES[pieces])
         first, second = decode_attention_specs(rows, 4, 2, 16, **options, schedule=schedule)
         one = run(first, rng, {name: value.copy() for name, value in given.items()})
         return run(second, rng, {name: one[name] for name in ("vector_ptr", "weight_ptr", "position_ptr")})["out_ptr"]
@@ -418,15 +431,15 @@ def test_decode_attention_rows_bits_do_not_depend_on_company_or_schedule():
     alone["position_ptr"][0] = 77
     shared = ("k_pages_ptr", "v_pages_ptr", "table_ptr", "cos_ptr", "sin_ptr", "q_gain_ptr", "k_gain_ptr")
     names = (*shared, "qkv_ptr", "position_ptr", "sequence_ptr")
-    wanted = launch(1, {name: alone[name] for name in names}, 0)[0]
-    for rows, fill in ((1, 10**6), (4, 0), (4, 8), (9, 10**6)):
+    wanted = launch(1, {name: alone[name] for name in names}, "splits")[0]
+    for rows, pieces in ((1, "stretches"), (4, "splits"), (9, "stretches")):
         more = {name: alone[name] for name in shared}
         more["qkv_ptr"] = rng.standard_normal((rows, 128)).astype(np.float32)
         more["position_ptr"] = rng.integers(0, 96, rows).astype(np.int32)
         more["sequence_ptr"] = ((np.arange(rows) - rows // 2 + alone["sequence_ptr"][0]) % 9).astype(np.int32)
         for name in ("qkv_ptr", "position_ptr"):
             more[name][rows // 2] = alone[name][0]
-        np.testing.assert_array_equal(launch(rows, more, fill)[rows // 2], wanted)
+        np.testing.assert_array_equal(launch(rows, more, pieces)[rows // 2], wanted)
 
 
 # -- what is read early -----------------------------------------------------------------------------------------------
@@ -451,7 +464,7 @@ def test_kv_append_reads_early_what_does_not_change_within_a_step(norm):
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize(("fill", "programs"), [(0, 3), (10**6, 40)], ids=["splits", "runs"])
+@pytest.mark.parametrize(("pieces", "programs"), [("stretches", 3), ("splits", 3), ("splits", 40)], ids=str)
 @pytest.mark.parametrize(
     ("page_size", "options"),
     [
@@ -463,7 +476,7 @@ def test_kv_append_reads_early_what_does_not_change_within_a_step(norm):
     ],
     ids=str,
 )
-def test_attention_reads_early_what_does_not_change_within_a_step(page_size, options, fill, programs):
+def test_attention_reads_early_what_does_not_change_within_a_step(page_size, options, pieces, programs):
     """Fewer programs than pieces and more; pages smaller than a tile and as large."""
     rng, rows = np.random.default_rng(18), 4
     paged = {"sequences": 4, "pages": 4 * 96 // page_size + 1, "page_size": page_size, "max_pages": 96 // page_size}
@@ -471,7 +484,7 @@ def test_attention_reads_early_what_does_not_change_within_a_step(page_size, opt
     given["position_ptr"] = np.array([40, -1, 95, 7], np.int32)
     given["sequence_ptr"] = np.array([2, 2, 0, 0] if "rows_of_sequence" in options else [2, 1, 3, 0], np.int32)
     make = functools.partial(decode_attention_specs, positions=96) if "norm" in options else attention_specs
-    schedule = Schedule(programs=programs, fill=fill, run=2, runs=2, linger=0)
+    schedule = Schedule(programs=programs, split=2, stretch=2, fill=PIECES[pieces], linger=0)
     made = dict(given)
     for spec in make(rows, 4, 2, 16, dtype="float32", **paged, schedule=schedule, pdl=True, **options):
         made |= run_early(spec, rng, made)

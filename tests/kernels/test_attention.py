@@ -22,6 +22,7 @@ from decode_cases import (
     relative_error,
     same_bits,
 )
+from interpreted_attention import edge_cases, extreme_cases, work_by_rule, work_case
 
 from moe_jax.pallas_kernels.attention import Schedule, api, attention_specs, decode_attention_specs
 from moe_jax.pallas_kernels.attention.reference import attention as reference
@@ -43,6 +44,23 @@ def test_interpreted():
     run_interpreted("interpreted_decode.py", "attention")
 
 
+@pytest.mark.slow
+def test_interpreted_work():
+    run_interpreted("interpreted_attention.py")
+
+
+def test_there_is_a_slot_for_every_piece():
+    """Whatever positions, windows and runs of rows are."""
+    rng = np.random.default_rng(0)
+    for given, position in (*edge_cases(), *extreme_cases(), *(work_case(rng) for _ in range(3000))):
+        first, second = attention_specs(**given)
+        constants, shape = dict(first.constexprs), first.arguments[-1].shape
+        _, pieces = work_by_rule(constants, position)
+        slots = shape[0] // constants["GROUP_ROWS"]
+        assert sum(last - first + 1 for first, last in pieces) <= slots
+        assert second.arguments[1].shape == shape
+
+
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
     ("rows", "options"),
@@ -57,7 +75,7 @@ def test_interpreted():
     ids=str,
 )
 def test_compiles_without_spills(rows, options, capability):
-    for spec in specs_for(rows, pdl=capability == 90, **LONG, **options):
+    for spec in specs_for(rows, pdl=capability == 90, capability=capability, **LONG, **options):
         check_compiled(spec, capability)
 
 
@@ -67,7 +85,7 @@ def test_compiles_without_spills(rows, options, capability):
     [(8, 64, "bfloat16"), (4, 256, "bfloat16"), (64, 80, "float16"), (32, 128, "float32")],
 )
 def test_other_heads_compile_without_spills(heads, dim, dtype, capability):
-    for spec in attention_specs(4, heads, 4, dim, dtype=dtype, **LONG):
+    for spec in attention_specs(4, heads, 4, dim, dtype=dtype, capability=capability, **LONG):
         check_compiled(spec, capability)
 
 
@@ -146,9 +164,8 @@ def test_devices_with_little_shared_memory_get_a_schedule_that_fits(rows, dim, m
     full = attention_specs(rows, 16, 4, dim, **given)
     assert small[0].num_stages < full[0].num_stages
     # The same sums, by another number of programs at one row.
-    assert [dict(spec.constexprs) | {"PROGRAMS": 0} for spec in small] == [
-        dict(spec.constexprs) | {"PROGRAMS": 0} for spec in full
-    ]
+    programs = {"PROGRAMS": 0, "FILL": 0}
+    assert [dict(spec.constexprs) | programs for spec in small] == [dict(spec.constexprs) | programs for spec in full]
     assert [spec.num_warps for spec in small] == [spec.num_warps for spec in full]
     q = jax.ShapeDtypeStruct((rows, 16 * dim), jnp.bfloat16)
     pages = jax.ShapeDtypeStruct((LONG["pages"], 4, LONG["page_size"], dim), jnp.bfloat16)
@@ -166,7 +183,9 @@ def test_devices_with_little_shared_memory_get_a_schedule_that_fits(rows, dim, m
         ({"heads": 5}, "5 and 4"),
         ({"window": 0}, "window"),
         ({"page_size": 48}, "got 48"),
-        ({"page_size": 4096, "max_pages": 1449}, "1449 of 4096 keys, wanted at most 5931520 keys"),
+        ({"page_size": 4096, "max_pages": 11586}, "11586 of 4096 keys, wanted at most 47452160 keys"),
+        ({"sequences": 2**21, "max_pages": 2**10}, "2097152 x 1024 pages, wanted fewer than"),
+        ({"schedule": Schedule(fill=0)}, "fill=0.*wanted no number below 1"),
         ({"dtype": "float64"}, "float64"),
         ({"dim": 512}, "512 in bfloat16, wanted 1 to 256"),
     ],
@@ -211,7 +230,7 @@ def test_on_a_gpu(options):
 
     alone = inputs(1)
     first = run(1, alone)[0][0]
-    for fill in (0, 10**6):
+    for fill in (1, 10**5):  # stretches, splits
         same_bits(run(1, alone, schedule=Schedule(fill=fill))[0][0], first)
     for rows in BUCKETS:
         for position in positions_of(rows):
