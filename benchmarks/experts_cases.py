@@ -11,6 +11,7 @@ from moe_jax.pallas_kernels.experts import MAX_ROWS, Tile, tile_for
 from moe_jax.pallas_kernels.experts.heuristics import of_one_arithmetic
 from moe_jax.pallas_kernels.prefill import PrefillTile
 from moe_jax.pallas_kernels.spec import KernelSpec
+from moe_jax.pallas_kernels.tuned.lookup import same_arithmetic
 
 BUCKETS = (1, 4, 16, 64)
 
@@ -42,16 +43,16 @@ def heuristic(shape: Shape, tokens: int) -> Tile:
 
 def arithmetics(shape: Shape) -> list[Arithmetic]:
     """Values to try, the heuristic's first."""
-    base = heuristic(shape, 1)
+    base = heuristic(shape, 4)
     first = Arithmetic(base.block_m, base.block_k, base.num_warps)
-    return list(
-        dict.fromkeys([first, *(Arithmetic(*v) for v in ((64, 64, 4), (128, 64, 4), (128, 128, 8), (32, 128, 4)))])
-    )
+    return list(dict.fromkeys([first, *(Arithmetic(*v) for v in ((64, 64, 4), (128, 64, 4), (32, 128, 4)))]))
 
 
 def tiles(shape: Shape, tokens: int, arithmetic: Arithmetic) -> list[Tile]:
     """Tiles to try for a row count, the heuristic's first."""
-    base = of_one_arithmetic(dataclasses.replace(heuristic(shape, tokens), **arithmetic._asdict()))
+    base = heuristic(shape, tokens)
+    if not same_arithmetic(dataclasses.asdict(base), arithmetic._asdict()):
+        base = of_one_arithmetic(dataclasses.replace(base, **arithmetic._asdict()))
 
     def change(**fields: int) -> Tile:
         return dataclasses.replace(base, **fields)
@@ -60,6 +61,8 @@ def tiles(shape: Shape, tokens: int, arithmetic: Arithmetic) -> list[Tile]:
         found = [
             *(change(block_n=n, num_stages=s, ring=0, ahead=0) for n in (8, 16) for s in (3, 4, 5, 6)),
             change(lag=4, ring=0, ahead=0), change(lag=2, block_n=8, num_stages=6, ring=0, ahead=0),
+            *(change(block_m=2 * base.block_m, num_warps=8, block_n=8, num_stages=s, ring=0, ahead=0)
+              for s in (3, 4) if base.num_warps == 4),
         ]  # fmt: skip
         if base.ring:
             found += [change(ring=ring, ahead=ahead) for ring in range(6, 10) for ahead in range(4, ring)]

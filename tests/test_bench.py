@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -23,6 +24,7 @@ from moe_jax.bench.run import bench, steps_for
 from moe_jax.bench.timing import LEAST_REPEATS, REPEATS, TIRING_US, Clock, repeats_for
 from moe_jax.errors import CannotServe, InvalidArgument
 from moe_jax.pallas_kernels.errors import CudaError
+from moe_jax.pallas_kernels.tuned.lookup import same_arithmetic
 
 ROOT = Path(__file__).parents[1]
 TOY = Shape(32, 16, 4, 2)
@@ -422,7 +424,7 @@ def test_tuning_gives_entries_that_the_loader_takes(tune, tmp_path):
 
     def us(work):
         tile = work.configuration
-        return (50.0 if tile.block_m == 128 and tile.num_warps == 8 else 100.0) + tile.lag
+        return (50.0 if tile.block_m == 128 and tile.num_warps == 4 else 100.0) + tile.lag
 
     chains = {}
 
@@ -443,7 +445,7 @@ def test_tuning_gives_entries_that_the_loader_takes(tune, tmp_path):
     assert source.startswith("tuned data for NVIDIA H200, 4 rows")
     assert (tile.block_m, tile.num_warps, tile.lag) == (
         128,
-        8,
+        4,
         min(t["tile"]["lag"] for t in made.trials if t["tokens"] == 4),
     )
 
@@ -488,7 +490,7 @@ def test_candidates_start_with_the_heuristic_and_fit_their_arithmetic(tune):
             for number, value in enumerate(listed.arithmetics(shape)):
                 tiles = listed.tiles(shape, tokens, value)
                 assert len(tiles) == len(set(tiles)) > 4
-                assert {(t.block_m, t.block_k, t.num_warps) for t in tiles} == {tuple(value)}
+                assert all(same_arithmetic(dataclasses.asdict(tile), value._asdict()) for tile in tiles)
                 if number == 0:
                     assert tiles[0] == listed.heuristic(shape, tokens)
             for launch in (listed.searched(shape, tokens)[-1], *listed.shipped(shape, tokens, "NVIDIA H200", 90)):

@@ -323,6 +323,19 @@ def test_C69_a_truncated_file_is_no_crash(tmp_path):
     assert source.startswith("heuristic: tuned data nvidia-h200.json: content")
 
 
+def test_tiles_of_as_many_rows_a_warp_are_of_one_arithmetic(tmp_path: Path) -> None:
+    """One row of long reductions has tiles of twice the rows by twice the warps: beside data of others, and in it."""
+    one, many = (tile_for(rows, 2, 8, 4096, 14336, "bfloat16") for rows in (1, 64))
+    assert (one.block_m, one.num_warps) == (2 * many.block_m, 2 * many.num_warps)
+    common = {"shape": [4096, 14336, 8, 2], "dtype": "bfloat16"}
+    entries = [common | {"tokens": n, "tile": dataclasses.asdict(t)} for n, t in ((1, one), (64, many))]
+    others = [{**entries[1], "shape": [4096, 14336, 16, 2]}]
+    for name, written, source in (("in", entries, "tuned data"), ("beside", others, "heuristic: ")):
+        write(tmp_path / name, DEVICE, "expert_ffn", SOURCE, BUILDER, "2026-01-01", written)
+        chosen = tuned_tile_for(1, 2, 8, 4096, 14336, "bfloat16", DEVICE, source=SOURCE, folder=tmp_path / name)
+        assert chosen.tile == one and chosen.source.startswith(source)
+
+
 def test_one_row_keeps_to_the_arithmetic_that_was_tuned_for_other_rows(tmp_path: Path) -> None:
     """Its own kernel runs the instruction of 16 rows a warp; where others were tuned with another, it is not taken."""
     sizes = (8, 128, 2048, 768, "bfloat16", DEVICE)

@@ -15,7 +15,7 @@ import functools
 import importlib.metadata
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,17 @@ from ..errors import InvalidArgument
 
 FORMAT = 1
 DATA = Path(__file__).parent / "data"
-# Fields that fix the order of a sum. One (H, I, dtype) has one value of them, whatever the rows: a row's bits must
-# not depend on its company.
+# Fields that fix the order of a sum, see `same_arithmetic`. One (H, I, dtype) has one arithmetic, whatever the rows: a
+# row's bits must not depend on its company.
 ARITHMETIC = {"expert_ffn": ("block_m", "block_k", "num_warps")}
+
+
+def same_arithmetic(tile: Mapping[str, int], other: Mapping[str, int]) -> bool:
+    """Whether the fields of `ARITHMETIC` give equal bits: steps of as many elements, and as many rows for a warp, which
+    are what the matrix instruction follows.
+    """
+    rows_of_a_warp = tile["block_m"] * other["num_warps"] == other["block_m"] * tile["num_warps"]
+    return rows_of_a_warp and tile["block_k"] == other["block_k"]
 
 
 @dataclass(frozen=True)
@@ -43,8 +51,8 @@ class Refused:
 
     Attributes:
         reason: in one sentence.
-        fixed: fields that the data fixes for the call's (H, I, dtype) all the same, because other row counts or numbers
-            of experts were tuned with them.
+        fixed: fields that the data fixes for the call's (H, I, dtype) all the same, up to `same_arithmetic`, because
+            other row counts or numbers of experts were tuned with them.
     """
 
     reason: str
@@ -115,7 +123,7 @@ def load(path: Path) -> dict[str, Any]:
     """The content of a data file, checked whole.
 
     Raises:
-        InvalidArgument: no valid data; or entries of one (H, I, dtype) that differ in a field of `ARITHMETIC`: then
+        InvalidArgument: no valid data; or entries of one (H, I, dtype) that are not of the `same_arithmetic`: then
             nothing of the file counts.
     """
 
@@ -144,7 +152,8 @@ def load(path: Path) -> dict[str, Any]:
             names = ARITHMETIC.get(op, ())
             fixed = {name: entry["tile"].get(name) for name in names}
             common = first.setdefault((*shape[:2], dtype), fixed)
-            if None in fixed.values() or fixed != common:
+            whole = all(type(value) is int for value in fixed.values())
+            if not whole or (names and not same_arithmetic(fixed, common)):
                 where = f"{op} at {shape} {dtype}, {tokens} rows"
                 raise refuse(f"fields that fix the arithmetic, {where}", fixed, f"{common}, as for every row count")
     return content

@@ -14,7 +14,7 @@ from ..errors import InvalidArgument
 from ..experts.heuristics import PAIRS, ROW_DEPTH, ROW_OUTPUTS, Tile, of_device, of_one_arithmetic, tile_for
 from ..experts.specs import expert_ffn_spec
 from ..grouped_moe.activation import Activation
-from .lookup import DATA, Found, lookup
+from .lookup import DATA, Found, lookup, same_arithmetic
 
 # Files under pallas_kernels/ whose text makes data of these operations stale when it changes.
 _SOURCES: dict[str, tuple[str, ...]] = {
@@ -62,7 +62,7 @@ def choose[T](
             return Chosen(rebuild(type(base), found.tile), found.note)
         except InvalidArgument as error:
             return Chosen(base, f"heuristic: {error}")
-    if found.fixed:
+    if found.fixed and not same_arithmetic(dataclasses.asdict(base), found.fixed):  # pyrefly: ignore[bad-argument-type]
         fixed: Any = dataclasses.replace(base, **found.fixed)  # pyrefly: ignore[bad-specialization]
         return Chosen(fixed, f"heuristic: {found.reason}; {found.fixed} as tuned for other calls")
     return Chosen(base, f"heuristic: {found.reason}")
