@@ -62,7 +62,7 @@ def tiles(shape: Shape, tokens: int, arithmetic: Arithmetic) -> list[Tile]:
             *(change(block_n=n, num_stages=s, ring=0, ahead=0) for n in (8, 16) for s in (3, 4, 5, 6)),
             change(lag=4, ring=0, ahead=0), change(lag=2, block_n=8, num_stages=6, ring=0, ahead=0),
             *(change(block_m=2 * base.block_m, num_warps=8, block_n=8, num_stages=s, ring=0, ahead=0)
-              for s in (3, 4) if base.num_warps == 4),
+              for s in (3, 4) if (base.block_m, base.num_warps) == (64, 4)),
         ]  # fmt: skip
         if base.ring:
             found += [change(ring=ring, ahead=ahead) for ring in range(6, 10) for ahead in range(4, ring)]

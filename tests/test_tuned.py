@@ -26,7 +26,7 @@ from moe_jax.pallas_kernels.prefill import (
 from moe_jax.pallas_kernels.prefill.mosaic_kernel import MosaicTile
 from moe_jax.pallas_kernels.spec import _sources
 from moe_jax.pallas_kernels.tuned import Found, Refused, choose, lookup, source_hash, tiles, tuned_tile_for
-from moe_jax.pallas_kernels.tuned.lookup import DATA, file_name, load
+from moe_jax.pallas_kernels.tuned.lookup import DATA, file_name, load, same_arithmetic
 from moe_jax.pallas_kernels.tuned.store import write
 from moe_jax.pallas_kernels.tuned.tiles import _SOURCES, rebuild
 
@@ -334,6 +334,25 @@ def test_tiles_of_as_many_rows_a_warp_are_of_one_arithmetic(tmp_path: Path) -> N
         write(tmp_path / name, DEVICE, "expert_ffn", SOURCE, BUILDER, "2026-01-01", written)
         chosen = tuned_tile_for(1, 2, 8, 4096, 14336, "bfloat16", DEVICE, source=SOURCE, folder=tmp_path / name)
         assert chosen.tile == one and chosen.source.startswith(source)
+
+
+@pytest.mark.parametrize(
+    ("tile", "other", "same"),
+    [
+        ((64, 128, 4), (64, 128, 4), True),
+        ((64, 128, 4), (128, 128, 8), True),
+        ((64, 128, 4), (128, 64, 8), False),
+        ((64, 128, 4), (128, 128, 4), False),
+        ((32, 128, 4), (32, 128, 4), True),
+        # As many rows a warp, but not those that a GPU has shown.
+        ((32, 128, 4), (64, 128, 8), False),
+        ((128, 64, 4), (256, 64, 8), False),
+    ],
+    ids=str,
+)
+def test_which_tiles_are_of_one_arithmetic(tile: tuple[int, ...], other: tuple[int, ...], same: bool) -> None:
+    one, two = (dict(zip(("block_m", "block_k", "num_warps"), each, strict=True)) for each in (tile, other))
+    assert same_arithmetic(one, two) is same_arithmetic(two, one) is same
 
 
 def test_one_row_keeps_to_the_arithmetic_that_was_tuned_for_other_rows(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ class Tile:
     """What one program computes, and how.
 
     Attributes:
-        block_m: weight rows, block_k: reduced elements a step, num_warps: as Triton means it. Rows of a warp and
-            block_k belong to the arithmetic: they may depend on (H, I, dtype) only.
+        block_m: weight rows, block_k: reduced elements a step, num_warps: as Triton means it. These belong to the
+            arithmetic: they may depend on (H, I, dtype) only, but for `tuned.lookup.same_arithmetic`.
         block_n: batch rows of one expert.
         num_stages: loads in flight.
         lag: blocks of gate-up that start before the first down tile.
