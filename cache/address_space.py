@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import threading
 import weakref
+from collections import deque
+from collections.abc import Generator
 
 import numpy as np
 
@@ -27,18 +30,21 @@ class AddressSpace:
         self.sizes: dict[int, int] = {}
         self._memory = np.zeros(capacity, np.uint8)
         self._free = [(0, capacity)]
-        self._lock = threading.RLock()
+        # Blocks that were given up and are not free yet. The collector may give one up between any two lines, also of
+        # these methods, whose lists are half changed then.
+        self._given_up: deque[int] = deque()
+        self._lock = threading.Lock()
 
     @property
     def bytes(self) -> int:
         """In use."""
-        with self._lock:
+        with self._changing():
             return sum(self.sizes.values())
 
     def allocate(self, size: int) -> int | None:
         """An address of poisoned memory; None when there is no room."""
         size = max(GRAIN, -(-size // GRAIN) * GRAIN)
-        with self._lock:
+        with self._changing():
             for index, (start, length) in enumerate(self._free):
                 if length >= size:
                     self._free[index : index + 1] = [(start + size, length - size)] if length > size else []
@@ -48,8 +54,29 @@ class AddressSpace:
         return None
 
     def free(self, address: int) -> None:
-        """Poison a block and put it up for the next allocation."""
+        """Poison a block and put it up for the next allocation: now, or when who changes the lists now is done."""
+        self._given_up.append(address)
+        self._work_off()
+
+    @contextlib.contextmanager
+    def _changing(self) -> Generator[None]:
+        """The lists are this thread's alone, and up to date."""
         with self._lock:
+            self._free_all()
+            yield
+        self._work_off()
+
+    def _work_off(self) -> None:
+        # Looked at again each time: what is given up while the lock is held is left to its holder.
+        while self._given_up and self._lock.acquire(blocking=False):
+            try:
+                self._free_all()
+            finally:
+                self._lock.release()
+
+    def _free_all(self) -> None:
+        while self._given_up:
+            address = self._given_up.popleft()
             start, size = address - BASE, self.sizes.pop(address)
             self._memory[start : start + size] = POISON
             index = bisect.bisect(self._free, (start, 0))

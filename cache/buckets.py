@@ -9,7 +9,11 @@ from moe_jax.pallas_kernels.errors import InvalidArgument
 
 
 def row_buckets(maximum: int) -> tuple[int, ...]:
-    """Powers of two below the declared maximum, and the maximum itself, so that the busiest case has a graph too."""
+    """Powers of two below the declared maximum, and the maximum itself, so that the busiest case has a graph too.
+
+    Raises:
+        InvalidArgument: a maximum below 1.
+    """
     if maximum < 1:
         raise InvalidArgument("maximum", where="row_buckets", got=maximum, wanted="at least 1")
     return (*(1 << power for power in range((maximum - 1).bit_length())), maximum)

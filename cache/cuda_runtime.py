@@ -1,4 +1,4 @@
-"""The CUDA device as the store of graphs sees it. Implements `moe_jax.cache.runtime.Runtime`.
+"""The CUDA device as the store of graphs sees it: `moe_jax.cache.runtime.Runtime`, whose methods it does not describe.
 
 Streams and events are made by ``cuda.core``, which gives them back when nobody holds them any more. What is done with
 them, and all that is done with graphs, goes to the driver itself: there each call has an error of its own, and a graph
@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import itertools
-import json
 import os
 import re
 import threading
@@ -28,7 +26,6 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +44,10 @@ from moe_jax.pallas_kernels.launcher import LoadedKernel, load_kernel
 from moe_jax.pallas_kernels.spec import KernelSpec
 
 from .arrays import check_array
+from .cuda_handles import CudaCapture, CudaEvent, CudaGraph, CudaStream
 from .launches import ALIGNMENT
 from .pinned import CudaReading, PinnedMemory
-from .runtime import READ_BYTES, StickyError, queued_bytes
+from .runtime import READ_BYTES, Runtime, StickyError, queued_bytes
 
 # After these a context serves no call any more (CUDA driver API, "CUresult").
 STICKY = frozenset(
@@ -69,45 +67,9 @@ WAITED_BYTES = 1 << 20
 
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 _RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-_serials = itertools.count(1)
 
 
-@dataclass(eq=False)
-class CudaStream:
-    """A non-blocking stream. ``int(stream.handle)`` is its ``CUstream``."""
-
-    owner: Any = field(repr=False)
-    handle: Any
-    pinned: PinnedMemory = field(repr=False)
-    capture: CudaCapture | None = field(default=None, repr=False)
-    lock: Any = field(default_factory=threading.RLock, repr=False)
-
-
-@dataclass(eq=False)
-class CudaCapture:
-    """A recording."""
-
-    stream: CudaStream
-
-
-@dataclass(eq=False)
-class CudaGraph:
-    """What was recorded, or an executable of it; ``serial`` is never given twice, handles of the driver are."""
-
-    serial: int = field(default_factory=_serials.__next__, init=False)
-    handle: Any = field(repr=False)
-    executable: bool
-
-
-@dataclass(eq=False)
-class CudaEvent:
-    """A point in a stream's work."""
-
-    owner: Any = field(repr=False)
-    handle: Any
-
-
-class CudaRuntime:
+class CudaRuntime(Runtime):
     """See the module, and `Runtime` for the methods.
 
     Args:
@@ -299,23 +261,31 @@ class CudaRuntime:
         stream.lock.acquire()
         try:
             self._usable("begin_capture", stream, stream)
-            self._checked("begin_capture", driver.cuStreamBeginCapture(stream.handle, _RELAXED))
         except BaseException:
             stream.lock.release()
             raise
+        # Before the call, so that what it has begun can be abandoned if it is interrupted.
         stream.capture = capture = CudaCapture(stream)
+        try:
+            self._checked("begin_capture", driver.cuStreamBeginCapture(stream.handle, _RELAXED))
+        except CudaError:
+            stream.end_recording()
+            raise
         return capture
 
     def end_capture(self, capture: CudaCapture) -> CudaGraph:
         return CudaGraph(self._checked("end_capture", self._end("end_capture", capture)), False)
 
-    def abandon_capture(self, capture: CudaCapture) -> None:
-        try:
-            self.destroy(self.end_capture(capture))
-        except StickyError:
-            raise
-        except CudaError:
-            pass  # what went wrong before has spoiled the recording, and its end says so once more
+    def abandon_capture(self, stream: CudaStream) -> None:
+        with stream.lock:  # another thread's recording goes on until that has ended it
+            if stream.capture is None:
+                return
+            try:
+                self.destroy(self.end_capture(stream.capture))
+            except StickyError:
+                raise
+            except CudaError:
+                pass  # what went wrong before has spoiled the recording, and its end says so once more
 
     def instantiate(self, captured: CudaGraph) -> CudaGraph:
         self._enter("instantiate")
@@ -339,9 +309,16 @@ class CudaRuntime:
 
     def destroy(self, graph: CudaGraph) -> None:
         self._enter("destroy")
-        handle = self._living("destroy", graph, graph.executable)
-        self._checked("destroy", (driver.cuGraphExecDestroy if graph.executable else driver.cuGraphDestroy)(handle))
-        graph.handle = None
+        function = driver.cuGraphExecDestroy if graph.executable else driver.cuGraphDestroy
+        # An interrupt that comes during the call is raised when it has returned, and then the handle may be another's.
+        # Between these lines Python looks for none, so no graph is lost.
+        handle, graph.handle = graph.handle, None
+        if handle is None:
+            return
+        result = function(handle)
+        if result[0] != _SUCCESS:
+            graph.handle = handle
+        self._checked("destroy", result)
 
     # Memory.
 
@@ -399,16 +376,18 @@ class CudaRuntime:
             raise self._error(call, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT", "a stream that records for nobody else")
 
     def _end(self, call: str, capture: CudaCapture) -> tuple[Any, ...]:
-        """Stop recording, whatever happens."""
+        """Stop recording, whatever error there is; of an interrupt it is not known whether the driver has stopped."""
         stream = capture.stream
         if stream.capture is not capture:
             raise self._error(call, "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED", "a recording that has not ended")
         try:
             self._enter(call)
-            return driver.cuStreamEndCapture(stream.handle)
-        finally:
-            stream.capture = None
-            stream.lock.release()
+            result = driver.cuStreamEndCapture(stream.handle)
+        except CudaError:
+            stream.end_recording()
+            raise
+        stream.end_recording()
+        return result
 
     def _living(self, call: str, graph: CudaGraph, executable: bool) -> Any:
         """The driver's handle; it must not see one that it has taken back, or of another kind."""
@@ -475,7 +454,7 @@ def _builder(cubins: Path | None) -> str:
         import triton
 
         return f"triton {triton.__version__}"
-    return " and ".join(sorted({json.loads(path.read_text())["builder"] for path in cubins.glob("*.json")}))
+    return " and ".join(compiled.builders(cubins))
 
 
 def _annotate() -> Callable[[str], AbstractContextManager[Any]]:

@@ -56,6 +56,10 @@ class Graphs:
     Attributes:
         stream: everything of the engine runs on it; None in an inert store.
         last: the outcome of the last step.
+
+    Raises:
+        InvalidArgument: a mode that there is not or that the runtime does not serve, or a bound below 1.
+        CudaError: the device gives no stream.
     """
 
     def __init__(
@@ -72,13 +76,16 @@ class Graphs:
             raise InvalidArgument("mode", where="Graphs", got=repr(mode), wanted=" or ".join(MODES))
         if (mode == "simulate" and not (runtime and runtime.simulated)) or (mode == "strict" and runtime is None):
             got = f"{mode!r} with {'no' if runtime is None else 'a CUDA'} runtime"
-            raise InvalidArgument("runtime", where="Graphs", got=got, wanted="a SimulatedRuntime, or mode 'on'")
+            either = "" if mode == "simulate" else "the runtime of a CUDA device or "
+            wanted = f"{either}a SimulatedRuntime, or mode 'on'"
+            raise InvalidArgument("runtime", where="Graphs", got=got, wanted=wanted)
         self.mode: Mode = mode
         self.last: Outcome | None = None
         # Without a runtime nothing below is ever called: every method refuses.
         self._runtime, self._registry = cast(Runtime, runtime), registry
-        self._unusable = "inert: no CUDA device" if runtime is None else None
-        self._dead = False
+        # Why, and what would help.
+        inert = ("inert: no CUDA device", "a CUDA device") if runtime is None else None
+        self._unusable: tuple[str, str] | None = inert
         self._warming = False
         self._seen_registry = registry.version
         self._seen_table = (0, 0)
@@ -149,6 +156,9 @@ class Graphs:
 
         Returns:
             the last one's outcome; a direct one says why the step is not captured.
+
+        Raises:
+            RequiredStepFailed, InvalidArgument, CudaError, StoreUnusable: as `step`.
         """
         with self._lock:
             self._warming = True
@@ -159,13 +169,23 @@ class Graphs:
                 self._warming = False
 
     def wait(self, outcome: Outcome) -> None:
-        """Return when a step is done."""
+        """Return when a step is done.
+
+        Raises:
+            CudaError: its work has failed.
+            StoreUnusable: the store is inert, closed or dead, and the step is not known to be done.
+        """
         if outcome.event is not None:
             with self._guard():
                 self._runtime.wait(outcome.event)
 
     def drain(self) -> None:
-        """Return when all steps are done."""
+        """Return when all steps are done, and destroy what waited for that.
+
+        Raises:
+            CudaError: their work has failed. A graph that CUDA does not take back is counted, and tried again.
+            StoreUnusable: the store is inert, closed or dead.
+        """
         with self._guard():
             self._store.drain()
 
@@ -181,13 +201,26 @@ class Graphs:
 
         Returns:
             what the arena had before; nothing on ``stream`` uses it any more.
+
+        Raises:
+            InvalidArgument: the name is not bound or no arena's, or what ``make`` returned is smaller or no arena.
+            CudaError: the work in flight has failed, or a copy of ``make``.
+            StoreUnusable: the store is inert, closed or dead.
+            Exception: whatever ``make`` raises, when what it has queued is done.
         """
         with self._guard():
             self._store.drain()
-            resource = make()
-            # The caller lets go of the old memory, which copies that `make` has queued may still read.
-            self._runner.finish(resource)
-            self._store.drain()
+            try:
+                resource = make()
+                # The caller lets go of the old memory, which copies that `make` has queued may still read.
+                self._runner.finish(resource)
+                self._store.drain()
+            except StickyError:
+                raise
+            except BaseException:
+                # They may be under way to the new memory too, which goes with the error.
+                self._runtime.synchronize(self.stream)
+                raise
             old = table.grow(name, resource)
             self._observe(table)
             self._store.destroy_loose()
@@ -196,6 +229,10 @@ class Graphs:
     def sweep(self, table: ResourceTable | None = None) -> None:
         """Do now what steps would have to: destroy what is out of date (old generations, graphs whose memory moved) and
         what waits for it, and resolve addresses anew.
+
+        Raises:
+            StickyError: the device context is lost. A graph that CUDA does not take back is counted, and tried again.
+            StoreUnusable: the store is inert, closed or dead.
         """
         with self._guard():
             self._observe(table)
@@ -209,7 +246,7 @@ class Graphs:
             captured = self._store.captured
             return self._counters.as_dict() | {
                 "mode": self.mode,
-                "state": self._unusable or self.mode,
+                "state": self._unusable[0] if self._unusable else self.mode,
                 "graphs": len(captured),
                 "plans": len(self._store.entries),
                 "retired": self._store.retired,
@@ -220,15 +257,19 @@ class Graphs:
             }
 
     def close(self) -> None:
-        """Wait for everything, destroy every graph, let go of all memory. A second call does nothing."""
+        """Wait for everything, destroy every graph, let go of all memory. A second call does nothing.
+
+        Raises:
+            CudaError: the work in flight has failed, and nothing was let go that it may use. Another call tries again,
+                or lets go if the device context is lost.
+        """
         with self._lock:
             if self._unusable is None:
                 with self._guard():
                     self._store.clear()
                     # What was written after the last step may be under way to memory that is let go now.
                     self._runtime.synchronize(self.stream)
-            if not (self._unusable or "").startswith("inert"):
-                self._unusable = self._unusable or "closed"
+                self._unusable = "closed", "a store that is open"
             self._store.abandon()
 
     # Inside; the lock is held.
@@ -250,11 +291,11 @@ class Graphs:
 
     def _refuse_unusable(self) -> None:
         if self._unusable is not None:
-            wanted = "a new process" if self._dead else "a store that is open, on a CUDA device"
-            raise StoreUnusable("store of graphs", where="Graphs", got=self._unusable, wanted=wanted)
+            got, wanted = self._unusable
+            raise StoreUnusable("store of graphs", where="Graphs", got=got, wanted=wanted)
 
     def _die(self, error: StickyError) -> None:
-        self._dead, self._unusable = True, f"dead, the device context is lost: {error}"
+        self._unusable = f"dead, the device context is lost: {error}", "a new process"
 
     def _observe(self, table: ResourceTable | None, capturing: Entry | None = None) -> None:
         """Catch up with a registry or table that has moved: a few integers when neither has.

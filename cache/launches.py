@@ -8,6 +8,10 @@ engine, its key is equal in every process, and a step compares one string instea
     step = LaunchList(buffers, launches)     # checked and hashed once
 
 A buffer of dtype ``"uint8"`` is raw memory, of which operands take any aligned part.
+
+A kernel takes the elements of an argument to lie side by side. Of a buffer where they do not (experts with gaps between
+them, say) an argument is all that is there, gaps included, as one axis: a kernel that has such an argument knows the
+strides as constants. Any other argument is refused.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from moe_jax.pallas_kernels.errors import InvalidArgument
 from moe_jax.pallas_kernels.spec import Argument, KernelSpec
 
 from .keys import program_key
+from .names import one_of
 
 ALIGNMENT = 16
 RAW = "uint8"
@@ -80,6 +85,13 @@ class Buffer:
         """Everything but the name."""
         return _layout(self.dtype, self.shape, self.strides)
 
+    @functools.cached_property
+    def contiguous(self) -> bool:
+        """Whether the elements lie side by side in the order of the axes."""
+        wanted = dense(self.name, self.dtype, self.shape).strides
+        axes = zip(self.shape, self.strides, wanted, strict=True)
+        return 0 in self.shape or all(size == 1 or got == right for size, got, right in axes)
+
 
 @functools.lru_cache(maxsize=4096)
 def _layout(*fields: Any) -> Layout:
@@ -118,7 +130,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy on the device. Its extent is a launch property: outside the key, compared at every step.
+    """A copy on the device, of bytes as they lie.
+
+    Its extent is a launch property: outside the key, compared at every step.
 
     Attributes:
         target, source: places that do not overlap.
@@ -137,9 +151,10 @@ class LaunchList:
     Equal when the keys and the extents of copies are. ``key``, ``extents`` and ``specs`` are computed once.
 
     Raises:
-        InvalidArgument: a name given twice or not at all, an operand past the end of its buffer, not aligned or of
-            another dtype, or another number of operands than the kernel's; memory that a launch reads early
-            (`KernelSpec.early`) and it or one before it writes; early reads where the first launch does not open.
+        InvalidArgument: a name given twice or not at all, an operand past the end of its buffer, not aligned, of
+            another dtype or with elements that do not lie as the kernel takes them, or another number of operands than
+            the kernel's; a copy onto its own source; memory that a launch reads early (`KernelSpec.early`) and it or
+            one before it writes; early reads where the first launch does not open.
     """
 
     buffers: tuple[Buffer, ...]
@@ -152,15 +167,14 @@ class LaunchList:
             raise InvalidArgument("buffers", where=where, got=f"{twice} twice", wanted="every name once")
         for index, launch in enumerate(self.launches):
             if isinstance(launch, Copy):
-                for place in (launch.target, launch.source):
-                    self._check(f"{where}[{index}] (copy)", place, launch.bytes, None)
+                self._check_copy(f"{where}[{index}] (copy)", launch)
                 continue
             arguments, where_launch = launch.spec.arguments, f"{where}[{index}] ({launch.spec.name})"
             if len(launch.operands) != len(arguments):
                 got, wanted = len(launch.operands), len(arguments)
                 raise InvalidArgument("operands", where=where_launch, got=got, wanted=wanted)
             for argument, place in zip(arguments, launch.operands, strict=True):
-                self._check(f"{where_launch}: {argument.name}", place, argument_bytes(argument), argument.dtype)
+                self._check(f"{where_launch}: {argument.name}", place, argument_bytes(argument), argument)
         self._check_early(where)
 
     def _check_early(self, where: str) -> None:
@@ -185,17 +199,32 @@ class LaunchList:
         launch = self.launches[index]
         return "copy" if isinstance(launch, Copy) else launch.spec.name
 
-    def _check(self, where: str, place: Operand, size: int, dtype: str | None) -> None:
+    def _check_copy(self, where: str, copy: Copy) -> None:
+        target, source, size = copy.target, copy.source, copy.bytes
+        for place in (target, source):
+            self._check(where, place, size, None)
+        if target.buffer == source.buffer and size > abs(target.offset - source.offset):
+            got = f"{target.buffer}, bytes {target.offset} to {target.offset + size}"
+            wanted = f"none of {source.offset} to {source.offset + size}, its source"
+            raise InvalidArgument("target", where=where, got=got, wanted=wanted)
+
+    def _check(self, where: str, place: Operand, size: int, argument: Argument | None) -> None:
         buffer = self.by_name.get(place.buffer)
         if buffer is None:
-            raise InvalidArgument("buffer", where=where, got=place.buffer, wanted=f"one of {sorted(self.by_name)}")
-        if dtype is not None and buffer.dtype not in (dtype, RAW):
-            raise InvalidArgument(f"dtype of {buffer.name}", where=where, got=buffer.dtype, wanted=dtype)
+            raise InvalidArgument("buffer", where=where, got=place.buffer, wanted=one_of(place.buffer, self.by_name))
+        if argument is not None and buffer.dtype not in (argument.dtype, RAW):
+            raise InvalidArgument(f"dtype of {buffer.name}", where=where, got=buffer.dtype, wanted=argument.dtype)
         if place.offset < 0 or place.offset % ALIGNMENT:
             raise InvalidArgument("offset", where=where, got=place.offset, wanted=f"a multiple of {ALIGNMENT}")
         if size < 0 or place.offset + size > buffer.layout.bytes:
             got = f"bytes {place.offset} to {place.offset + size}"
             raise InvalidArgument("extent", where=where, got=got, wanted=f"within {buffer.layout.bytes}")
+        if argument is not None and not buffer.contiguous:
+            everything = buffer.layout.bytes // np.dtype(argument.dtype).itemsize
+            if argument.shape != (everything,):
+                got, side_by_side = list(buffer.strides), list(dense("", buffer.dtype, buffer.shape).strides)
+                wanted = f"{side_by_side}, or an argument of one axis with all {everything}, gaps included"
+                raise InvalidArgument(f"strides of {buffer.name}", where=where, got=got, wanted=wanted)
 
     @functools.cached_property
     def by_name(self) -> dict[str, Buffer]:

@@ -22,6 +22,7 @@ from moe_jax.pallas_kernels.errors import InvalidArgument
 
 from .identity import BankRole, Certificate, Group, Manifest
 from .launches import ALIGNMENT, Buffer
+from .names import one_of
 
 SIBLINGS: tuple[frozenset[BankRole], ...] = (frozenset({"gate_up", "down"}), frozenset({"gate", "up", "down"}))
 
@@ -100,8 +101,15 @@ def _sibling_problems(group: Group, of: str) -> Iterator[Problem]:
 
 @dataclass
 class _Namespace:
-    manifest: Manifest | None = None
-    generation: int = 0
+    """What is known of one. Read without a lock, each field once in a call: no two of them belong together.
+
+    Attributes:
+        accepted: the manifest and its candidate generation, as one value; None: there is none.
+        owner_generation: of the present owner.
+        closed: why no step is admitted; None: steps are.
+    """
+
+    accepted: tuple[Manifest, int] | None = None
     owner_generation: int = 1
     closed: str | None = None
 
@@ -132,16 +140,24 @@ class Registry:
         with self._lock:
             space = self._namespaces.setdefault(manifest.namespace, _Namespace())
             self._generation += 1
-            space.manifest, space.generation = manifest, self._generation
+            space.accepted = manifest, self._generation
             self.version += 1
             return self._generation
 
     def retire(self, namespace: str) -> None:
-        """Forget a namespace's manifest: its steps have no grouped context until another is accepted."""
-        self._change(namespace, "retire", manifest=None)
+        """Forget a namespace's manifest: its steps have no grouped context until another is accepted.
+
+        Raises:
+            InvalidArgument: no manifest of the namespace was ever accepted.
+        """
+        self._change(namespace, "retire", accepted=None)
 
     def advance_owner(self, namespace: str) -> int:
-        """Ownership changed (an adapter loaded, unloaded or replaced, another model): returns the new generation."""
+        """Ownership changed (an adapter loaded, unloaded or replaced, another model): returns the new generation.
+
+        Raises:
+            InvalidArgument: no manifest of the namespace was ever accepted.
+        """
         with self._lock:
             space = self._space(namespace, "advance_owner")
             space.owner_generation += 1
@@ -149,43 +165,52 @@ class Registry:
             return space.owner_generation
 
     def close_admission(self, namespace: str, reason: str) -> None:
-        """Admit no step of a namespace until `open_admission`; ordinary ones run direct and say ``reason``."""
+        """Admit no step of a namespace until `open_admission`; ordinary ones run direct and say ``reason``.
+
+        Raises:
+            InvalidArgument: no manifest of the namespace was ever accepted.
+        """
         self._change(namespace, "close_admission", closed=reason)
 
     def open_admission(self, namespace: str) -> None:
-        """Admit steps again."""
+        """Admit steps again.
+
+        Raises:
+            InvalidArgument: no manifest of the namespace was ever accepted.
+        """
         self._change(namespace, "open_admission", closed=None)
 
     def owner_generation(self, namespace: str) -> int:
-        """What a certificate of the present owner carries."""
+        """What a certificate of the present owner carries.
+
+        Raises:
+            InvalidArgument: no manifest of the namespace was ever accepted.
+        """
         with self._lock:
             return self._space(namespace, "owner_generation").owner_generation
 
     def manifest(self, namespace: str) -> tuple[Manifest | None, int]:
         """The accepted manifest and its candidate generation; (None, 0) where there is none."""
         space = self._namespaces.get(namespace)
-        return (None, 0) if space is None or space.manifest is None else (space.manifest, space.generation)
+        return (None, 0) if space is None else space.accepted or (None, 0)
 
     def admit(self, certificate: Certificate) -> tuple[Refusal, str] | None:
         """Why a well-formed certificate is not admitted now, and the particulars; None: it is."""
         space = self._namespaces.get(certificate.namespace)
-        if space is None or space.manifest is None:
+        if space is None or space.accepted is None:
             return "no grouped context", f"no manifest of namespace {certificate.namespace!r}"
-        if certificate.owner_generation != space.owner_generation:
-            text = f"owner generation {certificate.owner_generation}, now {space.owner_generation}"
-            return "stale owner generation", text
-        if space.closed is not None:
-            return "admission closed", space.closed
-        return None
+        owner, closed = space.owner_generation, space.closed
+        if certificate.owner_generation != owner:
+            return "stale owner generation", f"owner generation {certificate.owner_generation}, now {owner}"
+        return None if closed is None else ("admission closed", closed)
 
     def current(self, namespace: str, owner_generation: int, generation: int) -> bool:
         """Whether what was made under these generations may still be used."""
         space = self._namespaces.get(namespace)
-        return (
-            space is not None
-            and space.manifest is not None
-            and (space.owner_generation, space.generation) == (owner_generation, generation)
-        )
+        if space is None:
+            return False
+        accepted = space.accepted
+        return accepted is not None and (space.owner_generation, accepted[1]) == (owner_generation, generation)
 
     def _change(self, namespace: str, method: str, **fields: Any) -> None:
         with self._lock:
@@ -197,6 +222,6 @@ class Registry:
     def _space(self, namespace: str, method: str) -> _Namespace:
         space = self._namespaces.get(namespace)
         if space is None:
-            known = sorted(self._namespaces)
-            raise InvalidArgument("namespace", where=f"Registry.{method}", got=namespace, wanted=f"one of {known}")
+            wanted = one_of(namespace, self._namespaces)
+            raise InvalidArgument("namespace", where=f"Registry.{method}", got=namespace, wanted=wanted)
         return space

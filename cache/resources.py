@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 from moe_jax.pallas_kernels.errors import InvalidArgument
 
 from .launches import ALIGNMENT, Layout
+from .names import one_of
 
 Use = Literal["weights", "arena"]
 
@@ -59,6 +60,9 @@ class Resource:
             grown, and then a required step fails once.
         capsule: keeps the memory while it is referenced; None for memory that lives as long as the process.
         witness: all of it but the capsule, made once: steps compare and remember hundreds of these.
+
+    Raises:
+        InvalidArgument: an address that is 0 or not aligned, or fewer bytes than the layout takes.
     """
 
     address: int
@@ -107,7 +111,11 @@ class ResourceTable:
         return self._state[0]
 
     def bind(self, name: str, resource: Resource) -> None:
-        """Give a new name its memory."""
+        """Give a new name its memory.
+
+        Raises:
+            InvalidArgument: the name has some already.
+        """
         with self._lock:
             if name in self._state[1]:
                 raise InvalidArgument(
@@ -119,11 +127,18 @@ class ResourceTable:
         """Give a bound name other memory; returns what it had.
 
         New contents in the same storage are no replacement: write them on the engine's stream and leave the table.
+
+        Raises:
+            InvalidArgument: the name is not bound.
         """
         return self._swap("ResourceTable.replace", name, resource)
 
     def grow(self, name: str, resource: Resource) -> Resource:
-        """Give a bound arena larger memory; returns what it had. `Graphs.grow` waits and invalidates around this."""
+        """Give a bound arena larger memory; returns what it had. `Graphs.grow` waits and invalidates around this.
+
+        Raises:
+            InvalidArgument: the name is not bound, one of the two is no arena, or the new one is smaller.
+        """
         where, old = "ResourceTable.grow", self.get(name)
         if old is not None and (old.use != "arena" or resource.use != "arena"):
             raise InvalidArgument(f"use of {name!r}", where=where, got=f"{old.use} → {resource.use}", wanted="arenas")
@@ -132,7 +147,11 @@ class ResourceTable:
         return self._swap(where, name, resource)
 
     def release(self, name: str) -> Resource:
-        """Forget a name; returns what it had. The memory goes when the last capsule does."""
+        """Forget a name; returns what it had. The memory goes when the last capsule does.
+
+        Raises:
+            InvalidArgument: the name is not bound.
+        """
         with self._lock:
             resource = self._bound("ResourceTable.release", name)
             self._set(name, None)
@@ -177,5 +196,5 @@ class ResourceTable:
         resources = self._state[1]
         resource = resources.get(name)
         if resource is None:
-            raise InvalidArgument("name", where=where, got=repr(name), wanted=f"one of {sorted(resources)}")
+            raise InvalidArgument("name", where=where, got=repr(name), wanted=one_of(name, resources))
         return resource

@@ -219,7 +219,6 @@ class Runner:
 
     def _record(self, binding: Binding) -> Captured:
         with no_collection():
-            capture = None
             try:
                 self._call = "begin"
                 capture = self._runtime.begin_capture(self._stream)
@@ -228,8 +227,8 @@ class Runner:
                 self._call = "end"
                 return self._store.own(lambda: self._runtime.end_capture(capture))
             except BaseException:
-                if capture is not None:
-                    self._runtime.abandon_capture(capture)
+                # Also what has begun and was never told.
+                self._runtime.abandon_capture(self._stream)
                 raise
 
     def _instantiated(self, captured: Captured, binding: Binding) -> Executable:

@@ -75,7 +75,11 @@ class Runtime(Protocol):
         ...
 
     def load(self, spec: KernelSpec) -> Kernel:
-        """Compile or find, and load, so that nothing is left to the first launch. Not during capture."""
+        """Compile or find, and load, so that nothing is left to the first launch. Not during capture.
+
+        Raises:
+            CannotServe, InvalidArgument: a kernel that does not run here.
+        """
         ...
 
     def prepare(self, specs: Iterable[KernelSpec], progress: Callable[[int, int], object] | None = None) -> None:
@@ -84,6 +88,9 @@ class Runtime(Protocol):
         Args:
             progress: called in this thread with kernels done and in all, from ``(0, total)`` to ``(total, total)``;
                 not where nothing is to be compiled.
+
+        Raises:
+            CannotServe, InvalidArgument: a kernel that does not run here.
         """
         ...
 
@@ -96,15 +103,18 @@ class Runtime(Protocol):
         ...
 
     def begin_capture(self, stream: Stream) -> Capture:
-        """Record what is launched on the result; other streams and threads are not restricted."""
+        """Record what is launched on the result; other streams and threads are not restricted.
+
+        Who is interrupted from here to the end of `end_capture` calls `abandon_capture`, whatever has been returned.
+        """
         ...
 
     def end_capture(self, capture: Capture) -> Captured:
         """What was recorded. On an error the recording is gone."""
         ...
 
-    def abandon_capture(self, capture: Capture) -> None:
-        """End a recording and forget it; raises only `StickyError`."""
+    def abandon_capture(self, stream: Stream) -> None:
+        """End what is recorded on a stream, if anything is, and forget it; raises only `StickyError`."""
         ...
 
     def instantiate(self, captured: Captured) -> Executable:
@@ -127,7 +137,10 @@ class Runtime(Protocol):
         ...
 
     def destroy(self, graph: Captured | Executable) -> None:
-        """Give a graph back. The caller has waited for its launches. On an error it is still there."""
+        """Give a graph back. The caller has waited for its launches. On an error it is still there.
+
+        One that is gone already is left alone: who was interrupted when the device had taken it back may try again.
+        """
         ...
 
     def record_event(self, stream: Stream, event: Event | None = None) -> Event:

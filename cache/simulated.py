@@ -33,7 +33,7 @@ from moe_jax.pallas_kernels.spec import GIVEN, KernelSpec
 
 from .address_space import POISON, AddressSpace, Capsule
 from .arrays import check_array
-from .runtime import StickyError, queued_bytes
+from .runtime import Runtime, StickyError, queued_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +107,8 @@ class _Fault:
     name: str
 
 
-class SimulatedRuntime:
-    """See the module. Implements `moe_jax.cache.runtime.Runtime`.
+class SimulatedRuntime(Runtime):
+    """See the module, and `Runtime` for the methods.
 
     Args:
         capacity: bytes of device memory.
@@ -166,7 +166,11 @@ class SimulatedRuntime:
             self._faults.clear()
 
     def progress(self, stream: SimulatedStream, count: int | None = None) -> None:
-        """Run the next ``count`` queued pieces of work of a stream; None: all."""
+        """Run the next ``count`` queued pieces of work of a stream; None: all.
+
+        Raises:
+            StickyError: one of them fails, or names memory outside the device.
+        """
         with self._lock:
             self._advance(stream, stream.queued if count is None else min(stream.run + count, stream.queued))
 
@@ -189,11 +193,11 @@ class SimulatedRuntime:
 
     def launch(self, kernel: SimulatedKernel, addresses: Sequence[int], on: SimulatedStream | SimulatedCapture) -> None:
         with self._call("launch"):
-            self._put(Node(kernel, tuple(addresses)), on)
+            self._put("launch", Node(kernel, tuple(addresses)), on)
 
     def copy(self, target: int, source: int, size: int, on: SimulatedStream | SimulatedCapture) -> None:
         with self._call("copy"):
-            self._put(Node(None, (target, source), size), on)
+            self._put("copy", Node(None, (target, source), size), on)
 
     def begin_capture(self, stream: SimulatedStream) -> SimulatedCapture:
         with self._call("begin_capture"):
@@ -212,10 +216,11 @@ class SimulatedRuntime:
             self.graphs.add(graph)
             return graph
 
-    def abandon_capture(self, capture: SimulatedCapture) -> None:
-        self._close(capture)
+    def abandon_capture(self, stream: SimulatedStream) -> None:
         with self._lock:
             self.calls["abandon_capture"] += 1
+            if stream.capture is not None:
+                self._close(stream.capture)
 
     def instantiate(self, captured: SimulatedGraph) -> SimulatedGraph:
         with self._call("instantiate"):
@@ -243,9 +248,10 @@ class SimulatedRuntime:
 
     def destroy(self, graph: SimulatedGraph) -> None:
         with self._call("destroy", forbidden_in_capture=True):
-            if any(stream.run < until for stream, until in graph.flights.items()):
+            there = self.executables if graph in self.executables else self.graphs
+            if graph in there and any(stream.run < until for stream, until in graph.flights.items()):
                 raise _error("destroy", "an executable in flight", "one whose launches are done")
-            (self.executables if graph in self.executables else self.graphs).remove(graph)
+            there.discard(graph)
 
     def record_event(self, stream: SimulatedStream, event: SimulatedEvent | None = None) -> SimulatedEvent:
         with self._call("record_event", using=stream):
@@ -361,12 +367,12 @@ class SimulatedRuntime:
             capture.stream.capture = None
             self._captures.pop(capture.thread, None)
 
-    def _put(self, node: Node, on: SimulatedStream | SimulatedCapture) -> None:
+    def _put(self, name: str, node: Node, on: SimulatedStream | SimulatedCapture) -> None:
         if isinstance(on, SimulatedCapture):
             on.nodes.append(node)
         elif on.capture is not None:
             on.capture.invalid = True
-            raise _error("launch", "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT", "a stream that is not capturing")
+            raise _error(name, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT", "a stream that is not capturing")
         else:
             self._queue(on, functools.partial(self._execute, node))
 

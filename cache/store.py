@@ -259,6 +259,7 @@ class GraphStore:
             self._loose[graph] = loose._replace(retired=False)
             self._counters.destroy_errors += 1
         except BaseException:
+            # The device may have taken it back: then the next try does nothing.
             self._loose[graph] = loose
             raise
         return True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import json
 import re
 import subprocess
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 from .device import MINIMUM_CAPABILITY
 from .errors import CannotServe, InvalidArgument
 from .spec import DTYPES, KernelSpec
+from .stored import publish, rebuild
 
 # The driver compiles PTX and refuses a version newer than its own; Triton writes that of its own assembler. So, for
 # capabilities up to each: the first version that knows them, at least that of CUDA 12.0, the oldest supported.
@@ -168,30 +171,74 @@ def _source_of(function: Any) -> Any:
 
 
 def save(folder: Path | str, kernels: Iterable[CompiledKernel]) -> None:
-    """Add kernels to a folder: ``KEY-smNN.cubin`` beside ``KEY-smNN.json``."""
+    """Add kernels to a folder: ``KEY-smNN.cubin`` beside ``KEY-smNN.json``.
+
+    The latter holds all the rest, and the cubin's SHA-256. Each file appears whole, the cubin first: a reader beside
+    this gets a whole kernel, or a refusal of `load`.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for kernel in kernels:
         stem = f"{kernel.key[:32]}-sm{kernel.capability}"
         meta = asdict(kernel)
-        (folder / f"{stem}.cubin").write_bytes(meta.pop("cubin"))
-        (folder / f"{stem}.json").write_text(json.dumps(meta, indent=1))
+        cubin = meta.pop("cubin")
+        publish(folder / f"{stem}.cubin", cubin)
+        publish(folder / f"{stem}.json", json.dumps(meta | {"sha256": _digest(cubin)}, indent=1).encode())
 
 
 def load(folder: Path | str, spec: KernelSpec, capability: int) -> CompiledKernel:
     """The kernel of a spec from a folder, whichever Triton built it.
 
     Raises:
-        InvalidArgument: not there, or built from another source.
+        InvalidArgument: not there, cut off, or built from another source.
     """
     where, stem = f"load({str(folder)!r})", f"{spec.key[:32]}-sm{capability}"
-    path = Path(folder) / f"{stem}.json"
-    if not path.exists():
-        raise InvalidArgument("no cubin", where=where, got=f"no {path.name}", wanted=f"{spec.name} for sm_{capability}")
-    meta = json.loads(path.read_text())
-    if meta["source_hash"] != spec.source_hash or meta["key"] != spec.key:
-        raise InvalidArgument("source of cubin", where=where, got=meta["source_hash"], wanted=spec.source_hash)
-    return CompiledKernel(cubin=path.with_suffix(".cubin").read_bytes(), **meta)
+
+    def read(name: str) -> bytes:
+        try:
+            return (Path(folder) / name).read_bytes()
+        except OSError as error:
+            got = f"no {name}" if isinstance(error, FileNotFoundError) else error
+            wanted = f"{spec.name} for sm_{capability}"
+            raise InvalidArgument("no cubin", where=where, got=got, wanted=wanted) from error
+
+    meta, cubin, inside = _fields(read(f"{stem}.json")), read(f"{stem}.cubin"), f"{where}: {stem}.json"
+    if meta is None:
+        raise InvalidArgument("content", where=inside, got="no JSON object", wanted="what save writes")
+    # Folders of older versions have none.
+    digest = meta.pop("sha256", _digest(cubin))
+    kernel = rebuild(CompiledKernel, meta | {"cubin": cubin}, inside)
+    wanted = {"source_hash": spec.source_hash, "key": spec.key, "capability": capability}
+    for name, value in wanted.items():
+        if getattr(kernel, name) != value:
+            problem = f"{name.removesuffix('_hash')} of cubin"
+            raise InvalidArgument(problem, where=where, got=getattr(kernel, name), wanted=value)
+    if digest != _digest(cubin):
+        raise InvalidArgument("content of cubin", where=where, got=f"SHA-256 {_digest(cubin)}", wanted=digest)
+    return kernel
+
+
+def builders(folder: Path | str) -> list[str]:
+    """What built the kernels of a folder, each once, in order. Files that are no kernel's do not count."""
+    found = set()
+    for path in Path(folder).glob("*-sm*.json"):
+        with contextlib.suppress(OSError):
+            builder = (_fields(path.read_bytes()) or {}).get("builder")
+            found |= {builder} if isinstance(builder, str) else set()
+    return sorted(found)
+
+
+def _fields(content: bytes) -> dict[str, Any] | None:
+    """The JSON object that a file holds; None: it holds none."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _digest(cubin: bytes) -> str:
+    return hashlib.sha256(cubin).hexdigest()
 
 
 def resources(kernel: CompiledKernel) -> Resources:

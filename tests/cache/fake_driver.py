@@ -88,6 +88,7 @@ class FakeDriver:
         self.pushed: list[Any] = []
         self._flights: dict[int, list[tuple[Stream, int]]] = {}
         self._faults: list[list[Any]] = []
+        self._interrupt: tuple[str, int, bool] | None = None
         self._lost: Any = None
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()
@@ -95,6 +96,15 @@ class FakeDriver:
     def fail(self, call: str, error: str = "CUDA_ERROR_UNKNOWN", *, after: int = 0, times: int = 1) -> None:
         """Make calls of a function fail; ``"execute"``: the next queued piece of work, and with it the context."""
         self._faults.append([call, getattr(Result, error), after, times])
+
+    def interrupt(self, call: str, after: int = 0, *, before: bool = False) -> None:
+        """Raise what Ctrl-C during a call of a function makes Python raise when it returns; or raise it before."""
+        self._interrupt = call, after, before
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether that has come."""
+        return self._interrupt is None
 
     def compile(self, spec: KernelSpec, capability: int, scratch: int = 0) -> CompiledKernel:
         """Stands where `compile_spec` does."""
@@ -110,6 +120,19 @@ class FakeDriver:
         return functools.partial(self._call, name, object.__getattribute__(self, f"_{name}"))
 
     def _call(self, name: str, function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[Any, ...]:
+        self._interrupted(name, True)
+        result = self._done(name, function, *arguments)
+        self._interrupted(name, False)
+        return result
+
+    def _interrupted(self, name: str, before: bool) -> None:
+        if self._interrupt is not None and (name, before) == self._interrupt[::2]:
+            left = self._interrupt[1]
+            self._interrupt = (name, left - 1, before) if left else None
+            if not left:
+                raise KeyboardInterrupt
+
+    def _done(self, name: str, function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[Any, ...]:
         with self._lock:
             if name.startswith("cuCtx") or name == "cuGetErrorName":
                 return function(*arguments)
@@ -207,6 +230,8 @@ class FakeDriver:
 
     def _cuStreamEndCapture(self, stream: Any) -> tuple[Any, ...]:
         nodes, self.stream(stream).nodes = self.stream(stream).nodes, None
+        if nodes is None:
+            return (Result.CUDA_ERROR_ILLEGAL_STATE,)
         return Result.CUDA_SUCCESS, self._made(self.graphs, nodes)
 
     def _cuGraphInstantiate(self, graph: int, flags: int) -> tuple[Any, ...]:

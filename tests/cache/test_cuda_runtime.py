@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import threading
 
 import jax
@@ -16,7 +18,7 @@ from device_step import DeviceWorld, same_at_every_step
 from fake_driver import FakeDriver, doubling, fake_runtime, placed, recorded
 from toy_step import World, equal_list, kernel, step_launches
 
-from moe_jax.cache.cuda_runtime import STICKY, CudaGraph
+from moe_jax.cache.cuda_runtime import STICKY, CudaGraph, CudaStream
 from moe_jax.cache.outcome import Reason, StoreUnusable
 from moe_jax.cache.runtime import StickyError
 from moe_jax.pallas_kernels.errors import CudaError, InvalidArgument
@@ -320,6 +322,88 @@ def test_errors_that_cuda_core_and_jax_raise_have_the_drivers_names(made, monkey
         runtime.allocate(16)
 
 
+@pytest.mark.parametrize("kind", ["executable", "recorded graph"])
+def test_what_is_destroyed_is_destroyed_once(made, kind):
+    """Also if an interrupt comes meanwhile: the driver may have given its handle to another graph."""
+    runtime, fake = made
+    graph = recorded(runtime, runtime.new_stream())
+    graph = runtime.instantiate(graph) if kind == "executable" else graph
+    function = "cuGraphExecDestroy" if kind == "executable" else "cuGraphDestroy"
+    fake.calls.clear()
+    fake.fail(function)
+    with pytest.raises(CudaError, match=r"destroy: .*CUDA_ERROR_UNKNOWN"):
+        runtime.destroy(graph)
+    assert graph.handle in (fake.executables if kind == "executable" else fake.graphs), "refused: still there"
+    fake.interrupt(function)
+    with pytest.raises(KeyboardInterrupt):
+        runtime.destroy(graph)
+    runtime.destroy(graph)
+    assert fake.calls == [function, function]
+
+
+# Functions that a store calls. What these make and do not return is lost with the interrupt, and nothing else is.
+MAKE = ("cuStreamEndCapture", "cuGraphInstantiate")
+INTERRUPTED = (
+    *("cuKernelGetFunction", "cuLaunchKernelEx", "cuMemcpyDtoDAsync", "cuStreamBeginCapture"),
+    *("cuGraphExecUpdate", "cuGraphUpload", "cuGraphLaunch", "cuGraphDestroy", "cuGraphExecDestroy", "cuEventRecord"),
+    *("cuEventQuery", "cuEventSynchronize", "cuStreamSynchronize"),
+)
+
+
+def every_kind_of_step(world: World) -> None:
+    """Direct, captured, replayed, updated, again of another owner; and growth."""
+    certificate = world.certificate(ROWS, ROWS)
+    whole, part = (step_launches(ROWS, layers=1, extent=extent) for extent in (None, 64))
+    for launches in (whole, whole, whole, part):
+        world.graphs.step(launches, certificate, world.table)
+    world.registry.advance_owner("main")
+    for _ in range(3):
+        world.graphs.step(whole, world.certificate(ROWS, ROWS), world.table)
+    world.grow("kv.0")
+    world.graphs.drain()
+
+
+@pytest.mark.parametrize(
+    ("call", "before"), [*((call, False) for call in (*INTERRUPTED, *MAKE)), *((call, True) for call in MAKE)]
+)
+def test_an_interrupt_during_any_call_of_the_driver_leaves_a_store_that_works(monkeypatch, call, before):
+    for number in itertools.count():
+        runtime, fake = fake_runtime(monkeypatch)
+        world = World(runtime=runtime, mode="on", layers=1, decode_boundary_overlap=True)
+        world.inputs(ROWS, ROWS)
+        fake.interrupt(call, number, before=before)
+        with contextlib.suppress(KeyboardInterrupt):
+            every_kind_of_step(world)
+            break
+        assert fake.interrupted and gc.isenabled()
+        # How much of the step has run is not known: the state begins anew.
+        for name in world.oracle.arrays:
+            world.oracle.arrays[name][...] = world.read(name)
+        for extent in (None, None, 64, None):
+            world.step(ROWS, launches=step_launches(ROWS, layers=1, extent=extent))
+        world.graphs.drain()
+        lost = int(call in MAKE and not before)
+        assert len(fake.executables) + len(fake.graphs) == world.graphs.stats()["graphs"] + lost
+        assert all(stream.nodes is None for stream in fake.streams.values())
+        thread_may_use(world.graphs.stream)
+        world.graphs.close()
+        assert len(fake.executables) + len(fake.graphs) == lost and world.graphs.stats()["graph_error"] == {}
+    assert number
+
+
+def thread_may_use(stream: CudaStream) -> None:
+    """No capture has kept its lock."""
+    done = []
+
+    def use() -> None:
+        done.append(stream.lock.acquire(timeout=1) and stream.lock.release())
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert done == [None], "the stream is locked for ever"
+
+
 def test_handles_that_are_gone_or_of_another_kind_never_reach_the_driver(made):
     runtime, fake = made
     stream = runtime.new_stream()
@@ -328,8 +412,8 @@ def test_handles_that_are_gone_or_of_another_kind_never_reach_the_driver(made):
     assert executable != graph and executable.serial != graph.serial
     runtime.destroy(graph)
     fake.calls.clear()
+    runtime.destroy(graph)
     for call in (
-        lambda: runtime.destroy(graph),
         lambda: runtime.instantiate(graph),
         lambda: runtime.instantiate(executable),
         lambda: runtime.update(executable, graph),

@@ -20,6 +20,7 @@ pytest.importorskip("cuda.core")
 
 from cuda.bindings import driver as real_driver
 from fake_driver import FakeDriver, doubling, fake_runtime, install, memory, placed, recorded
+from test_simulated import served
 from toy_step import World
 
 from moe_jax.cache import cuda_runtime
@@ -37,6 +38,10 @@ COMPILE = compiled.compile_spec
 @pytest.fixture
 def made(monkeypatch):
     return fake_runtime(monkeypatch)
+
+
+def test_every_method_of_a_runtime_is_there_and_described():
+    assert served(CudaRuntime)
 
 
 # -- Capture and threads ----------------------------------------------------------------------------------------------
@@ -107,11 +112,12 @@ def test_a_capture_that_is_abandoned_leaves_a_stream_that_works(made, error):
     runtime, fake = made
     stream = runtime.new_stream()
     with no_collection():
-        capture = runtime.begin_capture(stream)
+        runtime.begin_capture(stream)
         if error:
             fake.fail("cuStreamEndCapture", error)
         with pytest.raises(StickyError) if error in STICKY else contextlib.nullcontext():
-            runtime.abandon_capture(capture)
+            runtime.abandon_capture(stream)
+    runtime.abandon_capture(stream)  # there is nothing to abandon
     assert not fake.graphs and stream.capture is None
     done = []
     thread = threading.Thread(target=lambda: done.append(stream.lock.acquire(timeout=1)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from toy_step import EXPERTS, GROUPS, World, equal_list, manifest, step_launches, weights
+from toy_step import APART, EXPERTS, GROUPS, World, equal_list, manifest, step_launches, weights
 
 from moe_jax.cache.events import EFFECTS, Event, markdown
 from moe_jax.cache.launches import Operand, dense
@@ -35,15 +35,14 @@ def rerouted(world: World):
 
 
 def restrided(world: World):
-    """A bank with gaps between its experts, and the launch list that knows it."""
-    values = np.zeros((EXPERTS, 2, 4, 4), np.float32)
+    """A bank with gaps between its experts, and the launch list that knows it. Who reads a gap gets no number."""
+    values = np.full((EXPERTS, APART, 4, 4), np.nan, np.float32)
     values[:, 0] = world.oracle.arrays["down.0"]
     resource = world.resource(values, "weights")
-    layout = resource.layout._replace(shape=(EXPERTS, 4, 4), strides=(32, 4, 1))
-    world.table.replace("down.0", replace(resource, layout=layout))
-    # The toy's kernel knows no strides: it reads, and the oracle too, the first half of what is there.
-    world.oracle.arrays["down.0"] = values.reshape(2 * EXPERTS, 4, 4)[:EXPERTS].copy()
-    return {"launches": step_launches(ROWS, restrided="down.0")}
+    launches = step_launches(ROWS, restrided="down.0")
+    world.table.replace("down.0", replace(resource, layout=launches.by_name["down.0"].layout))
+    world.oracle.arrays["down.0"] = values.reshape(-1)[: launches.by_name["down.0"].layout.bytes // 4].copy()
+    return {"launches": launches}
 
 
 def other_consumer(world: World):
@@ -277,6 +276,28 @@ def test_restrided_weights_do_not_bind_until_a_manifest_declares_them(world_for)
     declared = replace(down, buffer=replace(down.buffer, strides=(32, 4, 1)))
     world.registry.accept(replace(whole, groups=(replace(whole.groups[0], banks=(up, declared)), *whole.groups[1:])))
     world.warm(ROWS, required=True, **changes)
+    world.step(ROWS, required=True, **changes)
+    assert np.isfinite(world.read(f"logits/{ROWS}")).all()
+
+
+def test_restrided_weights_have_the_results_of_those_without_gaps(world_for):
+    one, other = world_for(), world_for()
+    changes = restrided(other)
+    for seed in range(3):
+        one.step(ROWS, seed=seed)
+        other.step(ROWS, seed=seed, **changes)
+        assert one.read(f"logits/{ROWS}").tobytes() == other.read(f"logits/{ROWS}").tobytes()
+
+
+def test_a_kernel_that_knows_no_gaps_is_never_given_restrided_weights(world_for):
+    """Whatever a manifest declares: there is no such list."""
+    world = world_for()
+    changes = restrided(world)
+    strides = r"strides of down\.0: got \[32, 4, 1\], wanted \[16, 4, 1\]"
+    with pytest.raises(InvalidArgument, match=rf"\(experts\): down: {strides}"):
+        replace(equal_list(ROWS), buffers=changes["launches"].buffers)
+    with pytest.raises(InvalidArgument, match=r"layout of 'down\.0'"):
+        world.step(ROWS)
 
 
 def test_an_expert_launch_of_no_group_is_not_covered(world_for):

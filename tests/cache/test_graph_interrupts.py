@@ -1,13 +1,16 @@
 """A step that is interrupted, or stopped by an error that is not of CUDA.
 
-What is queued keeps its memory, what was made is destroyed, and later steps are right.
+What is queued keeps its memory, what was made is destroyed, and later steps are right. An interrupt comes between two
+lines of the store, or during a call of the device: then it is raised when that has returned, its work done.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from toy_step import World, manifest, step_launches, weights
 from moe_jax.cache import store
 from moe_jax.cache.graphs import Graphs
 from moe_jax.cache.outcome import Reason
+from moe_jax.cache.resources import Resource, next_serial
 from moe_jax.cache.running import Runner
 from moe_jax.cache.store import GraphStore
 from moe_jax.errors import InvalidArgument
@@ -50,6 +54,27 @@ def interrupted(function: Any, line: int, call: Callable[[], object]) -> None:
         pass
     finally:
         sys.settrace(before)
+
+
+def interrupted_on_return(world: World, call: str, number: int, act: Callable[[], object]) -> bool:
+    """Act, and interrupt it when a call of the device has returned, one of several of that name. Whether it came."""
+    real, left = getattr(world.runtime, call), number
+
+    def returning(*arguments: Any) -> Any:
+        nonlocal left
+        result, left = real(*arguments), left - 1
+        if left == -1:
+            raise Interrupted
+        return result
+
+    setattr(world.runtime, call, returning)
+    try:
+        act()
+        return False
+    except Interrupted:
+        return True
+    finally:
+        setattr(world.runtime, call, real)
 
 
 def queue(world: World, launches) -> None:
@@ -189,6 +214,129 @@ def test_later_steps_are_right_whichever_line_is_interrupted(kind, function, lin
         world.step(ROWS, launches=each)
     world.nothing_leaked()
     assert world.graphs.stats()["undestroyed"] == 0
+
+
+# What a call has made is lost where it does not return it, and is on the device for ever; nothing else is.
+MAKE = ("end_capture", "instantiate")
+DEVICE_CALLS = (
+    *("load", "launch", "copy", "begin_capture", *MAKE, "update", "upload", "launch_graph", "destroy"),
+    *("record_event", "event_done", "wait", "synchronize"),
+)
+
+
+# Calls that steps of a kind make among others, so that they are known to be tried.
+DIRECT, CAPTURE = {"launch", "record_event"}, {"begin_capture", "launch", "launch_graph", "record_event", *MAKE}
+REACHED = {
+    **dict.fromkeys(("direct", "staged", "refused", "swept"), DIRECT),
+    **dict.fromkeys(
+        ("capture", "update anew", "room", "eviction", "out of date", "taken along"), CAPTURE | {"destroy"}
+    ),
+    "update": CAPTURE - {"instantiate"} | {"update", "destroy"},
+    "replay": {"launch_graph", "record_event"},
+    "put off": DIRECT | {"destroy"},
+}
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_an_interrupt_that_arrives_when_a_call_of_the_device_has_returned_loses_nothing(kind, monkeypatch):
+    came = set()
+    for call, number in itertools.product(DEVICE_CALLS, range(2)):
+        with monkeypatch.context() as patch:
+            world, launches = world_before(kind, patch)
+            watch_memory(world, patch)
+            if not interrupted_on_return(world, call, number, lambda w=world, each=launches: queue(w, each)):
+                continue
+            came.add(call)
+            queue(world, launches)
+            let_go(world)
+            world.graphs.sweep(world.table)
+            world.graphs.drain()
+            world.graphs.close()
+            gc.collect()
+            left = len(world.runtime.executables) + len(world.runtime.graphs)
+            assert left == (call in MAKE) and world.graphs.stats()["undestroyed"] == 0, call
+            assert not world.runtime.space.sizes, call
+    assert came >= REACHED[kind]
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("way", ["sweep", "drain", "grow", "close"])
+def test_a_graph_whose_destruction_is_interrupted_on_return_is_destroyed_once(way, number):
+    """The device has taken it back, and the store learns that when it tries again."""
+    world = World(layers=1)
+    for rows in (1, 2, 4):
+        world.warm(rows, launches=step_launches(rows, layers=1))
+    world.registry.advance_owner("main")
+    ways = {
+        "sweep": world.graphs.sweep,
+        "drain": lambda: (world.graphs._observe(world.table), world.graphs.drain()),
+        "grow": lambda: world.grow("kv.0"),
+        "close": world.graphs.close,
+    }
+    assert interrupted_on_return(world, "destroy", number, ways[way])
+    assert len(world.runtime.executables) == 2 - number and world.graphs.stats()["retired"] == 3 - number
+    ways[way]()
+    assert not world.runtime.executables and world.graphs.stats()["retired"] == 0
+    if way != "close":
+        world.warm(2, launches=step_launches(2, layers=1))
+    world.graphs.close()
+    assert world.graphs.stats()["state"] == "closed" and world.graphs.stats()["destroy_errors"] == 0
+
+
+def bringing_over(world: World, stop: Callable[[], None] = lambda: None) -> Callable[[], Resource]:
+    """Makes larger memory for an arena and queues a copy of its contents."""
+
+    def make() -> Resource:
+        old = world.table.get("kv.0")
+        address, capsule = world.runtime.allocate(2 * old.bytes)
+        world.runtime.copy(address, old.address, old.bytes, world.graphs.stream)
+        stop()
+        return replace(old, address=address, bytes=2 * old.bytes, serial=next_serial(), capsule=capsule)
+
+    return make
+
+
+def of_cuda() -> CudaError:
+    return CudaError("copy", where="make", got="x", wanted="y")
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, of_cuda])
+def test_growth_that_stops_when_copies_are_queued_waits_for_them(error, monkeypatch):
+    """Their target goes with the error."""
+    world = World(layers=1)
+    watch_memory(world, monkeypatch)
+    world.warm(ROWS, launches=step_launches(ROWS, layers=1))
+
+    def stop() -> None:
+        raise error()
+
+    version = world.table.version
+    with pytest.raises(type(error())):
+        world.graphs.grow(world.table, "kv.0", bringing_over(world, stop))
+    gc.collect()
+    world.runtime.progress(world.graphs.stream)
+    assert world.table.version == version
+    assert world.step(ROWS, launches=step_launches(ROWS, layers=1)).kind == "replay"
+
+
+@pytest.mark.parametrize(("function", "line"), lines(Graphs.grow), ids=named)
+def test_what_growth_has_queued_keeps_its_memory_whichever_line_is_interrupted(function, line, monkeypatch):
+    world = World(layers=1)
+    watch_memory(world, monkeypatch)
+    whole = step_launches(ROWS, layers=1)
+    world.warm(ROWS, launches=whole)
+    queue(world, whole)
+    world.oracle.run(whole)
+    interrupted(function, line, lambda: world.graphs.grow(world.table, "kv.0", bringing_over(world)))
+    gc.collect()
+    world.runtime.progress(world.graphs.stream)
+    for _ in range(3):
+        world.step(ROWS, launches=whole)
+    world.nothing_leaked()
+    let_go(world)
+    world.graphs.close()
+    gc.collect()
+    assert not world.runtime.space.sizes and not world.runtime.executables
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

@@ -273,9 +273,24 @@ def test_modes_and_bounds_are_checked():
     ):
         with pytest.raises(InvalidArgument, match=problem):
             Graphs(runtime, Registry(), **options)
-    for mode in ("simulate", "strict"):
-        with pytest.raises(InvalidArgument, match="with no runtime"):
+    for mode, wanted in (
+        ("simulate", "a SimulatedRuntime, or mode 'on'"),
+        ("strict", "the runtime of a CUDA device or a SimulatedRuntime, or mode 'on'"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"runtime: got '{mode}' with no runtime, wanted {wanted}$"):
             Graphs(None, Registry(), mode=mode)
+
+
+def test_a_store_that_cannot_be_used_says_what_would_help():
+    stores = {
+        "inert: no CUDA device, wanted a CUDA device": Graphs(None, Registry()),
+        "closed, wanted a store that is open": World().graphs,
+    }
+    for problem, graphs in stores.items():
+        for call in (graphs.drain, graphs.sweep):
+            graphs.close()
+            with pytest.raises(StoreUnusable, match=f"store of graphs: got {problem}$"):
+                call()
 
 
 def test_close_waits_and_frees_everything_in_order():

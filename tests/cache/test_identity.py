@@ -62,7 +62,7 @@ def with_manifest(**changes) -> World:
 @pytest.mark.parametrize(
     ("field", "change"),
     [
-        ("program", lambda world: plan(world, launches=step_launches(2, restrided="embedding"))),
+        ("program", lambda world: plan(world, launches=step_launches(2, restrided="down.0"))),
         ("owner_generation", lambda world: world.registry.advance_owner("main") and plan(world)),
         ("semantics", lambda world: plan(world, semantics="speculative")),
         ("phase", lambda world: plan(world, phase="prompt")),

@@ -12,11 +12,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from toy_step import HostFunction, step_launches
+from toy_step import HostFunction, kernel, manifest, step_launches
 
 from moe_jax import cache
 from moe_jax.cache import launches as launches_module
 from moe_jax.cache.launches import Buffer, Copy, Launch, LaunchList, Operand, _take, dense
+from moe_jax.cache.names import one_of
+from moe_jax.cache.registry import Registry
 from moe_jax.cache.resources import Resource, ResourceTable, next_serial
 from moe_jax.errors import InvalidArgument
 from moe_jax.pallas_kernels.spec import Argument, KernelSpec
@@ -107,6 +109,70 @@ def test_lists_that_cannot_be_launched_are_refused(change, problem):
     buffers, listed = change(launches.buffers, launches.launches[0])
     with pytest.raises(InvalidArgument, match=problem):
         LaunchList(tuple(buffers), tuple(listed))
+
+
+def same(operand: Operand, *shape: int) -> Launch:
+    """Reads as many numbers, and writes them elsewhere."""
+    return Launch(kernel(lambda x: x, {"y": ("float32", *shape)}, x=("float32", *shape)), (operand, Operand("y")))
+
+
+GAPS = Buffer("x", "float32", (2, 4), (8, 1))
+TURNED = Buffer("x", "float32", (2, 4), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("buffer", "launch"),
+    [
+        (GAPS, same(Operand("x"), 2, 4)),
+        (TURNED, same(Operand("x"), 2, 4)),
+        (GAPS, same(Operand("x"), 8)),  # one axis, but not all that is there: who reads it knows no gaps
+        (GAPS, same(Operand("x"), 12, 1)),
+        (GAPS, same(Operand("x", 32), 4)),
+        (Buffer("x", "float32", (2, 4), (0, 1)), same(Operand("x"), 1, 4)),
+        (Buffer("x", "uint8", (2, 32), (64, 1)), same(Operand("x"), 8)),
+    ],
+)
+def test_a_kernel_that_reads_side_by_side_what_does_not_lie_so_is_refused(buffer, launch):
+    wanted = rf"strides of x: got \[{buffer.strides[0]}, {buffer.strides[1]}\], wanted \["
+    with pytest.raises(InvalidArgument, match=rf"LaunchList\[0\] \(<lambda>\): x: {wanted}"):
+        LaunchList((buffer, dense("y", "float32", (16,))), (launch,))
+    written = replace(launch, operands=(Operand("y"), Operand("x", launch.operands[0].offset)))
+    with pytest.raises(InvalidArgument, match=rf"LaunchList\[0\] \(<lambda>\): y: {wanted}"):
+        LaunchList((buffer, dense("y", "float32", (16,))), (written,))
+
+
+@pytest.mark.parametrize(
+    ("buffer", "launch"),
+    [
+        # All that is there as one axis: the kernel finds the elements itself.
+        (GAPS, same(Operand("x"), 12)),
+        (TURNED, same(Operand("x"), 8)),
+        # Side by side: of an axis with one entry, and where there is none, strides say nothing.
+        (Buffer("x", "float32", (1, 2, 4), (99, 4, 1)), same(Operand("x"), 2, 4)),
+        (Buffer("x", "float32", (2, 1, 4), (4, 99, 1)), same(Operand("x", 16), 4)),
+        (Buffer("x", "float32", (0, 4), (9, 9)), same(Operand("x"), 0, 4)),
+        (Buffer("x", "float32", (), ()), same(Operand("x"))),
+        (dense("x", "uint8", (64,)), same(Operand("x", 16), 2, 4)),
+        # A copy takes bytes as they lie.
+        (GAPS, Copy(Operand("y"), Operand("x"), 48)),
+    ],
+)
+def test_memory_that_a_kernel_reads_as_it_lies(buffer, launch):
+    assert LaunchList((buffer, dense("y", "float32", (16,))), (launch,)).launches == (launch,)
+
+
+@pytest.mark.parametrize(("target", "source", "size"), [(0, 0, 1), (16, 0, 17), (0, 16, 32), (32, 0, 64)])
+def test_a_copy_onto_a_part_of_its_own_source_is_refused(target, source, size):
+    buffers = dense("a", "uint8", (256,)), dense("b", "uint8", (256,))
+    problem = rf"LaunchList\[1\] \(copy\): target: got a, bytes {target} to {target + size}, wanted none of {source} to"
+    fine = Copy(Operand("b", target), Operand("a", source), size)
+    with pytest.raises(InvalidArgument, match=problem):
+        LaunchList(buffers, (fine, replace(fine, target=Operand("a", target))))
+
+
+@pytest.mark.parametrize(("target", "source", "size"), [(0, 0, 0), (16, 0, 16), (0, 32, 32)])
+def test_a_copy_within_a_buffer_beside_its_source_is_not(target, source, size):
+    LaunchList((dense("a", "uint8", (256,)),), (Copy(Operand("a", target), Operand("a", source), size),))
 
 
 EARLY_BUFFERS = (
@@ -307,6 +373,32 @@ def test_tables_refuse_what_is_not_theirs_and_do_not_move():
         with pytest.raises(InvalidArgument, match=problem):
             call()
     assert table.version == 2
+
+
+def test_an_unknown_name_among_many_is_answered_with_the_nearest():
+    """A model has hundreds of them."""
+    table, whole = ResourceTable(), step_launches(2)
+    for buffer in whole.buffers:
+        table.bind(buffer.name, resource())
+    count = len(whole.buffers)
+    near = rf"wanted one of {count} names, such as \['gate_up\.0', 'gate_up\.1', "
+    for call in (lambda: table.release("gate_up.00"), lambda: table.replace("gate_up.00", resource())):
+        with pytest.raises(InvalidArgument, match=rf"name: got 'gate_up\.00', {near}") as caught:
+            call()
+        assert len(str(caught.value)) < 160
+    routed = replace(whole.launches[2], operands=(Operand("gate_up.00"), *whole.launches[2].operands[1:]))
+    with pytest.raises(InvalidArgument, match=rf"buffer: got gate_up\.00, {near}"):
+        replace(whole, launches=(routed,))
+    registry = Registry()
+    for name in ("main", "draft", "adapters", "other"):
+        registry.accept(manifest(namespace=name))
+    with pytest.raises(InvalidArgument, match=r"namespace: got mains, wanted one of 4 names, such as \['main', "):
+        registry.advance_owner("mains")
+
+
+def test_of_few_names_all_are_told():
+    assert one_of("b", []) == "one of []" and one_of(3, {"c": 1, "a": 2}) == "one of ['a', 'c']"
+    assert one_of("x", "abcd").startswith("one of 4 names, such as ['")
 
 
 def test_resources_are_checked():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from toy_step import EXPERTS, HIDDEN, TOP_K, World, manifest
+from toy_step import EXPERTS, HIDDEN, TOP_K, World, manifest, step_launches
 
 from moe_jax.cache.identity import Bank, Certificate, Group, Manifest
 from moe_jax.cache.launches import Buffer, dense
-from moe_jax.cache.registry import Registry
+from moe_jax.cache.registry import Registry, _Namespace
 from moe_jax.errors import InvalidArgument
 
 
@@ -103,6 +106,66 @@ def test_generations_only_grow_and_belong_to_namespaces():
     registry.retire("main")
     assert not registry.current("main", 1, 3) and registry.manifest("main") == (None, 0)
     assert registry.accept(manifest()) == 4
+
+
+class Racing(_Namespace):
+    """A namespace in whose place another thread acts when a field is read, one of several times. One for each test."""
+
+    act: Callable[[], object] | None = None
+    left = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if Racing.act is not None and threading.current_thread() is threading.main_thread():
+            Racing.left -= 1
+            if Racing.left < 0:
+                thread, Racing.act = threading.Thread(target=Racing.act), None
+                thread.start()
+                thread.join()
+        return value
+
+
+def racing(world: World) -> None:
+    """Make the world's namespace one."""
+    spaces = world.registry._namespaces
+    spaces["main"] = Racing(**vars(spaces["main"]))
+
+
+# More than a step reads.
+READS = range(16)
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_manifest_that_comes_while_a_step_is_decided_is_never_taken_for_the_one_before(read):
+    """Its groups are host-staged: what is captured for good was decided by the old one."""
+    world = World(layers=1)
+    launches = step_launches(2, layers=1)
+    racing(world)
+    world.inputs(2, 2)
+    certificate = world.certificate(2, 2)
+    Racing.left, Racing.act = read, lambda: world.registry.accept(manifest(layers=1, staged=True))
+    for _ in range(4):
+        world.graphs.step(launches, certificate, world.table, staged=world.staged(launches))
+    came, Racing.act = Racing.act is None, None
+    present, generation = world.registry.manifest("main")
+    for key, entry in world.graphs._store.entries.items():
+        assert key.generation != generation or entry.plan.manifest is present
+    if came:
+        assert present.groups[0].staged
+        assert world.graphs.step(launches, certificate, world.table, staged=world.staged(launches)).kind == "direct"
+    assert came or read > 4
+
+
+@pytest.mark.parametrize("read", READS)
+def test_admission_that_is_opened_meanwhile_was_closed_for_a_reason_or_not_at_all(read):
+    world = World(layers=1)
+    racing(world)
+    world.registry.close_admission("main", "draining")
+    certificate = world.certificate(2, 2)
+    Racing.left, Racing.act = read, lambda: world.registry.open_admission("main")
+    found = world.registry.admit(certificate)
+    Racing.act = None
+    assert found in (None, ("admission closed", "draining"))
 
 
 def test_every_change_moves_the_version():

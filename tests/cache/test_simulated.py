@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
+import sys
 import threading
 
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from toy_step import kernel
 
 from moe_jax.cache.address_space import BASE, GRAIN, AddressSpace
-from moe_jax.cache.runtime import StickyError
+from moe_jax.cache.runtime import Runtime, StickyError
 from moe_jax.cache.simulated import SimulatedRuntime
 from moe_jax.errors import InvalidArgument
 from moe_jax.pallas_kernels.errors import CudaError
@@ -33,6 +35,16 @@ def arrays(runtime, stream, count=2):
     return memory
 
 
+def served(kind: type) -> bool:
+    """Whether a runtime has all methods of the protocol, of its own, and each a description to be read."""
+    methods = {name for name, value in vars(Runtime).items() if inspect.isfunction(value) and name[0] != "_"}
+    return len(methods) > 20 and methods <= vars(kind).keys() and all(inspect.getdoc(getattr(kind, m)) for m in methods)
+
+
+def test_every_method_of_a_runtime_is_there_and_described():
+    assert served(SimulatedRuntime)
+
+
 @settings(max_examples=40, deadline=None, database=None)
 @given(st.lists(st.tuples(st.integers(1, 3000), st.booleans()), min_size=1, max_size=60))
 def test_blocks_never_overlap_and_all_memory_comes_back(requests):
@@ -49,6 +61,59 @@ def test_blocks_never_overlap_and_all_memory_comes_back(requests):
     for address, _ in live:
         space.free(address)
     assert space.allocate(1 << 15) == BASE and space.allocate(1) is None
+
+
+def code_lines(cls: type) -> list[tuple[str, int]]:
+    """Every line of every method that runs, by its number there."""
+    codes = [inspect.unwrap(value).__code__ for value in vars(cls).values() if inspect.isfunction(value)]
+    return [
+        (code.co_name, line)
+        for code in codes
+        if code.co_name not in ("__init__", "view")
+        for line in sorted({number - code.co_firstlineno for *_, number in code.co_lines() if number} - {0})
+    ]
+
+
+@pytest.mark.parametrize("act", ["free", "allocate", "no room"])
+@pytest.mark.parametrize(("method", "line"), code_lines(AddressSpace))
+def test_memory_that_the_collector_frees_meanwhile_is_freed_once(act, method, line):
+    """Its finalizers run between any two lines."""
+    space = AddressSpace(GRAIN * 16)
+    blocks = [space.allocate(GRAIN) for _ in range(12)]
+    for index in (0, 2, 4):
+        space.free(blocks[index])
+    code, found = inspect.unwrap(getattr(AddressSpace, method)).__code__, False
+
+    def trace(frame, event, _):
+        nonlocal found
+        if frame.f_code is not code:
+            return None
+        if event == "line" and frame.f_lineno == code.co_firstlineno + line and not found:
+            found = True
+            sys.settrace(None)
+            space.free(blocks[1])
+            sys.settrace(trace)
+        return trace
+
+    acts = {
+        "free": lambda: space.free(blocks[5]),
+        "allocate": lambda: space.allocate(2 * GRAIN),
+        "no room": lambda: space.allocate(5 * GRAIN),
+    }
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        acts[act]()
+    finally:
+        sys.settrace(before)
+    assert (blocks[1] not in space.sizes) == found
+    pieces = sorted([*((start + BASE, size) for start, size in space._free), *space.sizes.items()])
+    assert space._free == sorted(space._free) and pieces[0][0] == BASE
+    assert all(start + size == after for (start, size), (after, _) in itertools.pairwise(pieces))
+    assert sum(pieces[-1]) == BASE + space.capacity
+    for address in list(space.sizes):
+        space.free(address)
+    assert space._free == [(0, space.capacity)]
 
 
 def test_freed_memory_is_poisoned_and_handed_out_again():
@@ -197,6 +262,21 @@ def test_what_may_not_happen_in_a_capturing_thread_spoils_the_capture(call):
     with pytest.raises(CudaError, match="INVALIDATED"):
         runtime.end_capture(capture)
     forbidden[call]()
+
+
+@pytest.mark.parametrize("call", ["launch", "copy"])
+def test_what_is_refused_on_a_capturing_stream_is_called_by_its_name(call):
+    runtime = SimulatedRuntime(1 << 12)
+    stream = runtime.new_stream()
+    (x, _x), (y, _y) = arrays(runtime, stream)
+    loaded = runtime.load(spec())
+    runtime.begin_capture(stream)
+    calls = {
+        "launch": lambda: runtime.launch(loaded, (x, y), stream),
+        "copy": lambda: runtime.copy(y, x, 16, stream),
+    }
+    with pytest.raises(CudaError, match=rf"^SimulatedRuntime\.{call}: .*CUDA_ERROR_STREAM_CAPTURE_IMPLICIT"):
+        calls[call]()
 
 
 def test_other_threads_are_not_restricted():

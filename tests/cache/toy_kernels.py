@@ -62,6 +62,7 @@ def experts(
     TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
+    APART: tl.constexpr,
 ):
     row, at, inner = tl.program_id(0), tl.arange(0, HIDDEN), tl.arange(0, WIDTH)
     given = tl.load(x + row * HIDDEN + at)
@@ -75,7 +76,7 @@ def experts(
         own = hidden + (row * TOP_K + k) * WIDTH + inner
         tl.store(own, wrap(gate * up))
         tl.debug_barrier()
-        bank = down + slot * HIDDEN * WIDTH + at[:, None] * WIDTH + inner[None, :]
+        bank = down + slot * APART * HIDDEN * WIDTH + at[:, None] * WIDTH + inner[None, :]
         pair = wrap(tl.sum(tl.load(bank) * tl.load(own)[None, :], 1))
         total += tl.load(scores + row * TOP_K + k) * pair
     tl.store(y + row * HIDDEN + at, wrap(total))

@@ -12,6 +12,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from moe_jax.pallas_kernels.spec import Argument, KernelSpec
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K, LAYERS, SEQUENCES, POSITIONS, ADAPTERS = 32, 4, 4, 6, 2, 2, 8, 16, 3
 ARENA = 2048
+# Distance of experts that have gaps between them, in experts.
+APART = 2
 # As the kernels of the device know them.
 CONSTANTS = {
     **{"TOKENS": TOKENS, "HIDDEN": HIDDEN, "WIDTH": WIDTH, "EXPERTS": EXPERTS, "TOP_K": TOP_K},
@@ -93,6 +96,9 @@ def route(x, router):
 
 
 def experts(x, ids, scores, slot_of, gate_up, down):
+    if down.ndim == 1:  # with gaps between its experts
+        steps = np.array([APART * HIDDEN * WIDTH, WIDTH, 1]) * down.itemsize
+        down = np.lib.stride_tricks.as_strided(down, (EXPERTS, HIDDEN, WIDTH), steps, writeable=False)
     slots = slot_of[ids % EXPERTS] % gate_up.shape[0]
     hidden = (gate_up[slots] @ x[:, None, :, None])[..., 0]
     hidden = wrap(wrap(hidden[..., :WIDTH]) * wrap(hidden[..., WIDTH:]))
@@ -196,16 +202,22 @@ def step_launches(
 
     Args:
         extent: bytes that the last copy takes; None: all.
-        restrided: a buffer declared with twice the distance between its first axis' entries.
+        restrided: a bank of ``down`` whose experts have gaps between them, and an expert launch that knows it.
     """
     of = per_bucket(rows)
     shapes = {**of, **{n: ("float32", *s) for n, s in weight_shapes(layers).items()}, **state_shapes(layers)}
     sizes = CONSTANTS | {"ROWS": rows, "BLOCK": 8, "SLOTS": EXPERTS}
+    declared = {buffer.name: buffer for buffer in buffers(rows, layers)}
+    if restrided is not None:
+        near = declared[restrided]
+        far = declared[restrided] = replace(near, strides=(APART * near.strides[0], *near.strides[1:]))
+        shapes[restrided] = "float32", far.layout.bytes // 4
 
     def launch(fn, outs, *, inout=(), scratch=None, expert=False, **names) -> Launch:
         given = {parameter: shapes[name] for parameter, name in names.items()}
         device = getattr(toy_kernels, fn.__name__)
-        constants = tuple((n, sizes[n]) for n in device.arg_names if n in sizes)
+        apart = {"APART": APART if restrided in names.values() else 1}
+        constants = tuple((n, (sizes | apart)[n]) for n in device.arg_names if n in sizes | apart)
         programs = 1 if fn is count else rows
         results = {n: of[n] for n in outs}
         spec = kernel(
@@ -244,11 +256,7 @@ def step_launches(
         launch(count, [], inout=("counter",), live="live", counter="counter"),
         Copy(Operand(f"copied/{rows}"), Operand(f"logits/{rows}"), copied),
     ]
-    declared = [
-        Buffer(b.name, b.dtype, b.shape, (2 * b.strides[0], *b.strides[1:])) if b.name == restrided else b
-        for b in buffers(rows, layers)
-    ]
-    return LaunchList(tuple(declared), tuple(launches))
+    return LaunchList(tuple(declared.values()), tuple(launches))
 
 
 @functools.cache
