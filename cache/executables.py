@@ -95,12 +95,14 @@ class Program:
 
     Attributes:
         program: what to call; None before it is compiled, and again once the store has dropped it.
+        compiling: held by the thread that compiles it. A lock and no event that somebody has to set: a ``with`` block
+            lets go of it however the compilation ends, so nobody waits for a thread that has given up.
     """
 
     def __init__(self, store: Executables, parts: Mapping[str, str]):
         self.program: Compiled | None = None
         self.parts, self.bytes, self.used = parts, 0, 0
-        self.done, self.failed = threading.Event(), False
+        self.compiling = threading.Lock()
         self._clock = store.clock
         self.touch()
 
@@ -175,20 +177,25 @@ class Executables:
             with self._lock:
                 entry = self._entries.get(key)
             if entry is None:
-                known = parts()
-                with self._lock:
-                    if key in self._entries:
-                        continue
-                    reason, differences = self._reason(known)
-                    entry = self._entries[key] = Program(self, known)
-                    self._misses += 1
-                return entry, self._compile(key, entry, recipe, command_buffers, reason, differences)
-            entry.done.wait()
-            if not entry.failed:
-                entry.touch()
-                with self._lock:
+                entry = Program(self, parts())
+                with entry.compiling:
+                    with self._lock:
+                        if key in self._entries:
+                            continue
+                        reason, differences = self._reason(entry.parts)
+                        self._entries[key] = entry
+                        self._misses += 1
+                    return entry, self._compile(key, entry, recipe, command_buffers, reason, differences)
+            if entry.program is None:
+                with entry.compiling:
+                    pass
+            with self._lock:
+                if entry.program is not None:
+                    entry.touch()
                     self._hits += 1
-                return entry, None
+                    return entry, None
+                # Its compilation failed, or it was dropped meanwhile.
+                self._remove(key, entry)
 
     def holds(self, key: str) -> bool:
         """Whether a program is there, or being compiled."""
@@ -243,16 +250,14 @@ class Executables:
             options = _options(command_buffers, arguments)
             lowered = jax.jit(program, donate_argnums=donate_argnums).lower(*arguments)
             compiled = lowered.compile(compiler_options=options)
+            entry.bytes = _bytes(compiled)
+            entry.program = compiled
         except BaseException:
+            # For the counts: whoever comes next would find no program and remove it too.
             with self._lock:
-                if self._entries.get(key) is entry:
-                    del self._entries[key]
-            entry.failed = True
-            entry.done.set()
+                self._remove(key, entry)
             raise
         seconds = time.perf_counter() - start
-        entry.program, entry.bytes = compiled, _bytes(compiled)
-        entry.done.set()
         record = Compilation(
             key=key,
             seconds=seconds,
@@ -267,6 +272,10 @@ class Executables:
                 self._compilations.append(record)
                 self._evict(key)
         return record
+
+    def _remove(self, key: str, entry: Program) -> None:
+        if self._entries.get(key) is entry:
+            del self._entries[key]
 
     def _evict(self, newest: str) -> None:
         # Never one that is being compiled: other threads wait for it, and it would be compiled again.
@@ -344,7 +353,11 @@ def _platform(arguments: Sequence[Any]) -> str:
 
 
 def _bytes(program: Compiled) -> int:
-    found = program.memory_analysis()
+    """What XLA says that a program needs, see `ExecutableStats`; 0 where it cannot say."""
+    try:
+        found = program.memory_analysis()
+    except jax.errors.JaxRuntimeError:
+        found = None
     if found is None:
         return 0
     return int(found.generated_code_size_in_bytes + found.temp_size_in_bytes)

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Bool, Float32, Int32
 
 from moe_jax.cache import Executables, program_key
-from moe_jax.errors import InvalidArgument
+from moe_jax.errors import CannotServe, InvalidArgument
 
 from .models.kv import Cache
 from .sampling import Sampling, sample, token_logprobs
@@ -84,7 +85,12 @@ def bucket(length: int, most: int) -> int:
 def logits(
     tokens: Int32[np.ndarray, "B T"], max_positions: int, weights: Weights, executables: Executables, weights_key: str
 ) -> Float32[Array, "B T V"]:
-    """Logits at every position, computed at the length's bucket (later positions cannot reach earlier ones)."""
+    """Logits at every position, computed at the length's bucket (later positions cannot reach earlier ones).
+
+    Raises:
+        CannotServe: the arrays lie where the model's operations do not take them.
+    """
+    _home(weights.arrays, "model(tokens)")
     length = tokens.shape[1]
     padded = np.pad(tokens, ((0, 0), (0, bucket(length, max_positions) - length)))
 
@@ -111,6 +117,9 @@ def steps(
 
     At most two programs are compiled, whatever ``count`` is: one reads the prompts, one makes a step. Prompt
     lengths and prompt plus ``count`` are rounded up to buckets, so that few different programs exist.
+
+    Raises:
+        CannotServe: at the first step: the arrays lie where the model's operations do not take them.
     """
     lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
     tokens = np.zeros((len(prompts), bucket(int(lengths.max()), max_positions)), np.int32)
@@ -118,7 +127,7 @@ def steps(
         row[: len(prompt)] = prompt
     capacity = bucket(int(lengths.max()) + count, max_positions)
     arrays = weights.arrays
-    parameters = jax.device_put(parameters, arrays[0].sharding)
+    parameters = jax.device_put(parameters, _home(arrays, "generate"))
 
     def prefill(arrays, tokens, lengths, parameters) -> Step:
         found, cache = _merge(weights, arrays).prefill(tokens, lengths, capacity)
@@ -239,7 +248,11 @@ def parse_stop(stop: Any, end_tokens: Sequence[int], vocabulary: int, tokenizer:
 
 
 def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value
+    """An array of NumPy or JAX as Python's numbers; what else there is, as it is."""
+    if isinstance(value, jax.core.Tracer) or not isinstance(value, (np.ndarray, jax.Array)):
+        return value
+    random_keys = jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+    return value if random_keys else value.tolist()
 
 
 def _is_token(value: Any, vocabulary: int) -> bool:
@@ -290,6 +303,24 @@ def _first(found: Float32[Array, "B T V"], length: int) -> Float32[Array, "B len
     if len(devices) > 1 or next(iter(devices)).platform != "cpu":
         return found[:, :length]
     return jax.device_put(np.asarray(found)[:, :length], found.sharding if found.committed else None)
+
+
+def _home(arrays: Sequence[Array], where: str) -> Sharding:
+    """Where small arrays lie that go with a module's: whole on each of the devices that these are bound to.
+
+    Raises:
+        CannotServe: these are bound to different devices.
+    """
+    bound = [array.sharding for array in arrays if array.committed] or [arrays[0].sharding]
+    home = bound[0]
+    other = next((each for each in bound if each.device_set != home.device_set), None)
+    if other is not None:
+        names = (", ".join(sorted(map(str, each.device_set))) for each in (home, other))
+        got = f"arrays on {' and '.join(names)}"
+        raise CannotServe("devices", where=where, got=got, wanted="all of a model on the same")
+    if isinstance(home, NamedSharding):
+        return NamedSharding(home.mesh, PartitionSpec(), memory_kind=home.memory_kind)
+    return home
 
 
 def _merge(weights: Weights, arrays: list[Array]) -> Any:

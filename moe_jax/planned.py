@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import jax
 from jax.extend.core import get_opaque_trace_state
@@ -208,7 +209,10 @@ class PlannedFunction:
 
     def _forget(self) -> None:
         self._recent: tuple[_Ready, ...] = ()
+        # With on_change="raise": what determines the programs that may be used, as text, by key; and keys of calls that
+        # are not over, by a name of each call's own, which count as allowed until the call fails.
         self._allowed: dict[str, dict[str, str]] = {}
+        self._trying: dict[object, tuple[str, dict[str, str]]] = {}
         self._compiles = self._reuses = self._refused = self._traced = 0
         self._reasons: collections.Counter[str] = collections.Counter()
         self._last = Explanation("none", "no call yet")
@@ -259,9 +263,8 @@ class PlannedFunction:
         options = (sorted(call.layout.donated), self._command_buffers, planned_call.VERSIONS)
         key = program_key(call.head, places, options, tokens=self._store.tokens)
         texts = functools.cache(lambda: planned_call.texts(call, places, self._command_buffers))
-        if self._on_change == "raise":
-            self._allow(key, texts, running)
-        entry, program, compilation = self._take(key, call, texts)
+        with self._only_allowed(key, texts, running):
+            entry, program, compilation = self._take(key, call, texts)
         with self._lock:
             if running:
                 ready = _Ready(call.head, Leaves(call.leaves), entry)
@@ -281,39 +284,56 @@ class PlannedFunction:
     ) -> tuple[Program, Compiled, Compilation | None]:
         """A program's place in the store, the program, and how it was compiled if this call did it."""
         while True:
-            try:
-                entry, compilation = self._store.executables.acquire(
-                    key,
-                    lambda: planned_call.recipe(self._fn, call, self._where),
-                    command_buffers=self._command_buffers,
-                    parts=texts,
-                )
-            except BaseException:
-                self._allowed.pop(key, None)
-                raise
+            entry, compilation = self._store.executables.acquire(
+                key,
+                lambda: planned_call.recipe(self._fn, call, self._where),
+                command_buffers=self._command_buffers,
+                parts=texts,
+            )
             program = entry.program
             if program is not None:  # else dropped by another thread before it could be taken
                 return entry, program, compilation
 
-    def _allow(self, key: str, texts: Callable[[], dict[str, str]], running: bool) -> None:
-        """Admit a key to those that may be used, or refuse it: only the first call and `prepare` bring new ones."""
+    @contextlib.contextmanager
+    def _only_allowed(self, key: str, texts: Callable[[], dict[str, str]], running: bool) -> Generator[None]:
+        """Refuse a key that may not be used, and allow one whose program is there when the block ends without an error.
+
+        Only the first call and `prepare` bring new ones. While they are not over, their keys count too: of two first
+        calls at once the second is refused, unless it is of the same key.
+        """
+        if self._on_change != "raise" or key in self._allowed:
+            yield
+            return
+        wanted, name = texts(), object()
+        try:
+            with self._lock:
+                known = dict([*self._allowed.items(), *self._trying.values()])
+                refused = running and known and key not in known
+                if not refused:
+                    self._trying[name] = key, wanted
+            if refused:
+                self._refuse(known.values(), wanted)
+            yield
+            with self._lock:
+                self._allowed[key] = wanted
+        finally:
+            with self._lock:
+                self._trying.pop(name, None)
+
+    def _refuse(self, known: Iterable[dict[str, str]], wanted: dict[str, str]) -> NoReturn:
+        """Raise `PlanChanged` with what differs from the nearest of those that may be used."""
+        differences = min((differing(each, wanted) for each in known), key=len)
         with self._lock:
-            if key in self._allowed:
-                return
-            if not (running and self._allowed):
-                self._allowed[key] = texts()
-                return
-            differences = min((differing(each, texts()) for each in self._allowed.values()), key=len)
             self._refused += 1
             self._reasons.update(each.path for each in differences[:1])
             self._last = Explanation("refused", summary(differences) or "another key", differences)
-        path, wanted, got = differences[0] if differences else ("key", "the prepared one", "another")
+        path, allowed, got = differences[0] if differences else ("key", "the prepared one", "another")
         more = f" and {len(differences) - 1} more" if len(differences) > 1 else ""
         raise PlanChanged(
             f"program fingerprint changed in {path}{more}",
             where=self._where,
             got=got,
-            wanted=wanted,
+            wanted=allowed,
             differences=[(each.path, each.a, each.b) for each in differences],
         )
 

@@ -94,8 +94,8 @@ class Place:
     """Where and how a leaf lies.
 
     Attributes:
-        aval: shape, dtype and weak type; with a sharding if the array is bound to its devices.
-        device: of an array that is not bound to it.
+        aval: shape, dtype and weak type; with a sharding if it counts that the array is bound to its devices.
+        device: of an array that is not bound to it, or of which that does not count.
         order: axes from major to minor, where that is not the usual order.
     """
 
@@ -115,8 +115,7 @@ class Leaves:
         self._others = [index for index, leaf in enumerate(leaves) if not isinstance(leaf, jax.Array)]
         arrays = self._only(leaves)
         self._avals, self._shardings = list(map(_aval, arrays)), list(map(_sharding, arrays))
-        # On the only device there is, an array that is bound to it and one that is not lie equally.
-        self._committed = list(map(_committed, arrays)) if len(jax.devices()) > 1 else None
+        self._committed = list(map(_committed, arrays)) if _binding_counts(leaves) else None
         self._other_avals = [jax.typeof(leaves[index]) for index in self._others]
         self._orders = list(map(_order, arrays))
 
@@ -281,9 +280,9 @@ def places(call: Call, where: str, *, abstract: bool) -> list[Place]:
     Raises:
         InvalidArgument: something that is neither array nor number, or arrays bound to different devices.
     """
-    found = []
+    found, binding = [], _binding_counts(call.leaves)
     for index, leaf in enumerate(call.leaves):
-        place = _place(leaf, abstract)
+        place = _place(leaf, abstract=abstract, binding=binding)
         if place is None:
             raise InvalidArgument(
                 "argument",
@@ -306,27 +305,43 @@ def places(call: Call, where: str, *, abstract: bool) -> list[Place]:
     return found
 
 
-def _place(leaf: Any, abstract: bool) -> Place | None:
-    if isinstance(leaf, jax.Array):
-        aval = jax.typeof(leaf)
-        devices = leaf.sharding.device_set
-        if not leaf.committed and len(devices) == 1:
-            struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-            return Place(struct, next(iter(devices)), _order(leaf))
-        struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=leaf.sharding)
-        return Place(struct, None, _order(leaf))
+def _place(leaf: Any, *, abstract: bool, binding: bool) -> Place | None:
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return Place(leaf, None if leaf.sharding else _default_device(), None) if abstract else None
-    if isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic)):
-        aval = jax.typeof(leaf)
-        return Place(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type), _default_device(), None)
-    return None
+        if not abstract:
+            return None
+        aval, sharding, bound = leaf, leaf.sharding, True
+    elif isinstance(leaf, jax.Array):
+        aval, sharding, bound = jax.typeof(leaf), leaf.sharding, leaf.committed
+    elif isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic)):
+        aval, sharding, bound = jax.typeof(leaf), None, False
+    else:
+        return None
+    device = None
+    if sharding is None:
+        device = _default_device()
+    elif len(sharding.device_set) == 1 and not (bound and binding):
+        (device,), sharding = sharding.device_set, None
+    struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
+    return Place(struct, device, _order(leaf))
 
 
-def _order(array: jax.Array) -> tuple[int, ...] | None:
+def _binding_counts(leaves: Sequence[Any]) -> bool:
+    """Whether it matters that an array is bound to its device: everywhere but where all lie on the only one there is.
+
+    That is the default one too then; the host of a single GPU is another.
+    """
+    devices = jax.devices()
+    if len(devices) > 1 or _default_device() != devices[0]:
+        return True
+    only = jax.sharding.SingleDeviceSharding(devices[0])
+    return any(getattr(leaf, "sharding", None) not in (None, only) for leaf in leaves)
+
+
+def _order(array: Any) -> tuple[int, ...] | None:
+    """Axes of an array, or of what stands for one, from major to minor; None: the usual order."""
     laid = getattr(getattr(array, "format", None), "layout", None)  # random keys have none
-    order = None if laid is None else tuple(laid.major_to_minor)
-    return None if order == tuple(range(array.ndim)) else order
+    order = () if laid is None else tuple(laid.major_to_minor)
+    return None if order == tuple(range(len(order))) else order
 
 
 def _default_device() -> jax.Device:
@@ -361,10 +376,11 @@ def texts(call: Call, found: Sequence[Place], command_buffers: bool | None) -> d
         result |= fields(call.values[index], call.layout.names[index])
     if call.split is not None:
         result |= _describe_modules(call)[0]
+    unbound = ", not committed" if _binding_counts(call.leaves) else ""
     for name, place in zip(leaf_names(call), found, strict=True):
         aval, sharding = place.aval, place.aval.sharding
         result[name] = f"{aval.dtype}{list(aval.shape)}{', weak type' if aval.weak_type else ''}"
-        result[f"{name} device"] = f"{place.device}, not committed" if sharding is None else fields(sharding)[""]
+        result[f"{name} device"] = f"{place.device}{unbound}" if sharding is None else fields(sharding)[""]
         if place.order is not None:
             result[f"{name} order of axes"] = str(list(place.order))
     result |= fields(dict(zip(OPTIONS, call.head[-1], strict=False)), "jax.config")

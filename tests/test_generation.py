@@ -275,6 +275,11 @@ def test_bad_prompts_are_refused_with_the_values(prompts, message):
         ({"stop": {7}}, r"type of stop: got \{7\}"),
         ({"stop": np.asarray(1.5)}, "type of stop: got 1.5"),
         ({"stop": [np.asarray([[1]])]}, r"stop item: got \[\[1\]\]"),
+        ({"stop": jnp.asarray(1.5)}, "type of stop: got 1.5"),
+        ({"stop": jnp.asarray([3, 258])}, "stop item: got 258"),
+        ({"stop": [jnp.asarray([[1]])]}, r"stop item: got \[\[1\]\]"),
+        ({"stop": jax.random.key(0)}, "type of stop: got Array"),
+        ({"stop": [jax.random.key(0)]}, "stop item: got Array"),
     ],
 )
 def test_bad_options_are_refused_before_anything_runs(options, message):
@@ -285,9 +290,12 @@ def test_bad_options_are_refused_before_anything_runs(options, message):
 def test_stop_parsing():
     assert parse_stop(None, (3,), 10, None) == (frozenset({3}), (), ())
     assert parse_stop([1, [2], (4, np.int32(5))], (3,), 10, None) == (frozenset({1, 2, 3}), ((4, 5),), ())
-    arrays = (np.asarray(1), np.asarray([1]), (np.asarray(1),), np.asarray([[1]], np.uint8))
-    assert all(parse_stop(stop, (), 10, None) == (frozenset({1}), (), ()) for stop in arrays)
-    assert parse_stop([np.asarray([4, 5])], (), 10, None).sequences == ((4, 5),)
+    for make in (np.asarray, jnp.asarray):
+        arrays = (make(1), make([1]), (make(1),), [make([1])], make([[1]], np.uint8))
+        assert all(parse_stop(stop, (), 10, None) == (frozenset({1}), (), ()) for stop in arrays)
+        assert parse_stop([make([4, 5])], (), 10, None).sequences == ((4, 5),)
+    with pytest.raises(InvalidArgument, match=r"type of stop: got .*Tracer.* wanted an id, a string, or a list"):
+        jax.jit(lambda stop: parse_stop(stop, (), 10, None))(jnp.asarray([1]))
     tokenizer = Tokenizer(byte_tokenizer(), CONFIG)
     with pytest.raises(InvalidArgument, match="stop string: got ''"):
         parse_stop("", (), 10, tokenizer)
