@@ -9,7 +9,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
@@ -119,28 +119,48 @@ class Size(NamedTuple):
         return all(mine >= its for mine, its in zip(self, other, strict=True))
 
 
+class _Claim:
+    """The room of one call, from when an engine knows of it until it is over or nobody has it any more.
+
+    Attributes:
+        need: how much.
+        over: the call has ended.
+    """
+
+    def __init__(self, need: Size):
+        self.need, self.over = need, False
+
+
 @dataclass(eq=False)
 class _Kept:
-    """An engine, and what running calls have of it."""
+    """An engine, and the calls that run on it.
+
+    Attributes:
+        refused: it was to be closed, and could not be.
+    """
 
     engine: Engine
     mark: _Mark
     size: Size
-    places: int = 0
-    pages: int = 0
-    calls: int = 0
-    retired: bool = False
+    refused: bool = False
+    # Weakly, so that whatever interrupts a call, its room is free when all is gone that the call had.
+    _claims: set[weakref.ref[_Claim]] = field(default_factory=set)
 
-    def take(self, need: Size, sign: int) -> None:
-        """For a call that begins, or back from one that ended."""
-        self.places += sign * need.places
-        self.pages += sign * need.pages
-        self.calls += sign
+    def take(self, claim: _Claim) -> None:
+        """Give a call its room; there is enough."""
+        self._claims.add(weakref.ref(claim, self._claims.discard))
 
     @property
-    def done(self) -> bool:
-        """Whether it is kept no more and no call runs on it."""
-        return self.retired and not self.calls
+    def claims(self) -> list[_Claim]:
+        """Those of calls that run."""
+        found = [reference() for reference in list(self._claims)]
+        return [claim for claim in found if claim is not None and not claim.over]
+
+    @property
+    def used(self) -> Size:
+        """Places and pages that running calls have."""
+        needs = [claim.need for claim in self.claims]
+        return Size(sum(need.places for need in needs), 0, sum(need.pages for need in needs))
 
 
 class Serving:
@@ -154,12 +174,14 @@ class Serving:
     `close`; calls that the engine there is can serve begin and end meanwhile.
     """
 
-    # `_making` is held while an engine is made, `_lock` for moments, by whoever reads or changes what is below. Where
-    # both are, `_making` is taken first.
+    # `_making` is held while an engine is made, `_lock` for moments, by whoever gives a call its room or changes which
+    # engine is kept. Where both are, `_making` is taken first. Neither is held by a call that ends, which may be
+    # collected in any thread, nor `_lock` while an engine is closed.
     def __init__(self) -> None:
         self._making = threading.RLock()
         self._kept: _Kept | None = None
-        self._unclosed: list[Engine] = []
+        # Engines that are kept no more and not closed yet. No call begins on one.
+        self._left: dict[_Kept, None] = {}
         self._failed: tuple[_Mark, Size, str] | None = None
         self._lock = threading.RLock()
 
@@ -176,24 +198,28 @@ class Serving:
         Raises:
             MoeJaxError: an engine that was named cannot be made.
         """
-        found = self._taken(source, need, automatic)
-        if isinstance(found, Size):
-            with self._making:
-                found = self._taken(source, need, automatic)  # another thread may have made what serves this one too
-                if isinstance(found, Size):
-                    found = self._made(source, found, need, automatic)
-        if isinstance(found, str):
-            return found
-        steps = self._steps(found, need, columns)
-        # Begun here, so that an iterator that is dropped unread gives its places back as well.
-        next(steps)
-        return steps
+        claim = _Claim(need)
+        try:
+            found = self._taken(source, claim, automatic)
+            if isinstance(found, Size):
+                with self._making:
+                    # Another thread may have made what serves this one too.
+                    found = self._taken(source, claim, automatic)
+                    if isinstance(found, Size):
+                        found = self._made(source, found, claim, automatic)
+            if isinstance(found, str):
+                return found
+            steps = self._steps(found, claim, columns)
+            # Begun here, so that an iterator that is dropped unread gives its places back as well.
+            next(steps)
+            return steps
+        except BaseException:
+            claim.over = True
+            raise
 
     def stats(self) -> dict[str, Any] | None:
         """`Engine.stats`; None where no engine is kept."""
-        with self._lock:
-            kept = self._kept
-        # Not with the lock held: a stream that is collected inside a step asks for it with the engine's.
+        kept = self._kept
         return None if kept is None else kept.engine.stats()
 
     def close(self) -> None:
@@ -202,75 +228,90 @@ class Serving:
         Raises:
             CudaError: or another, the first of an engine that could not be closed; the next call tries again.
         """
-        with self._making, self._lock:
-            self._failed = None
-            with contextlib.suppress(Exception):
-                self._retire()  # an engine that does not close is tried again with the others
-            engines = list(self._unclosed)
-            for number, engine in enumerate(engines, 1):
+        with self._making:
+            with self._lock:
+                self._failed = None
+                self._keep(None)
+            idle = [kept for kept in list(self._left) if self._idle(kept)]
+            for number, kept in enumerate(idle, 1):
                 try:
-                    self._close(engine)
+                    self._close(kept)
                 except Exception:
-                    for other in engines[number:]:
+                    for other in idle[number:]:
                         with contextlib.suppress(Exception):
                             self._close(other)
                     raise
 
-    # Inside; the lock is held, but where it is taken.
+    # Inside.
 
-    def _taken(self, source: Source, need: Size, automatic: bool) -> _Kept | Size | str:
-        """Takes the lock. The engine there is, room for a call taken; or the size of one to be made; or why none is."""
+    def _taken(self, source: Source, claim: _Claim, automatic: bool) -> _Kept | Size | str:
+        """The engine there is, room for a call taken; or the size of one to be made; or why none is."""
         with self._lock:
-            size, kept = self._size(source, need)
-            if kept is not None:
-                if not automatic:
-                    self._failed = None
-                kept.take(need, 1)
-                return kept
-            if automatic and self._failed is not None:
-                mark, least, why = self._failed
-                if size.covers(least) and mark.fits(source):
-                    return why
-            return size
+            found = self._found(source, claim, automatic)
+        self._close_idle()
+        return found
 
-    def _retire(self) -> None:
-        kept, self._kept = self._kept, None
-        self._retired(kept)
-
-    def _retired(self, kept: _Kept | None) -> None:
+    def _found(self, source: Source, claim: _Claim, automatic: bool) -> _Kept | Size | str:
+        """As `_taken`; the lock is held."""
+        size, kept = self._size(source, claim.need)
         if kept is not None:
-            kept.retired = True
-            self._close_if_done(kept)
+            if not automatic:
+                self._failed = None
+            kept.take(claim)
+            return kept
+        if automatic and self._failed is not None:
+            mark, least, why = self._failed
+            if size.covers(least) and mark.fits(source):
+                return why
+        return size
 
-    def _close_if_done(self, kept: _Kept) -> None:
-        """An engine that cannot be closed is no reason for a call to lose its tokens: `close` tries again."""
-        if kept.done:
-            self._unclosed.append(kept.engine)
-            with contextlib.suppress(CudaError):
-                self._close(kept.engine)
+    def _keep(self, kept: _Kept | None) -> None:
+        """Keep an engine or none in place of the one before. The lock is held; `_close_idle` comes when it is not."""
+        if self._kept is not None:
+            self._left[self._kept] = None  # first: one that is in both places is the one that is kept
+        self._kept = kept
 
-    def _close(self, engine: Engine) -> None:
-        engine.close()
-        self._unclosed.remove(engine)
+    def _idle(self, kept: _Kept) -> bool:
+        """Whether an engine is kept no more and no call runs on it: for good, then."""
+        return kept is not self._kept and not kept.claims
 
-    def _steps(self, kept: _Kept, need: Size, columns: Callable[[Engine], Iterator[Column]]) -> Generator[Any]:
+    def _close_idle(self) -> None:
+        """Close what is idle. An engine that cannot be closed is no reason for a call to lose its tokens: `close` tries
+        again.
+        """
+        for kept in list(self._left):
+            if self._idle(kept) and not kept.refused:
+                with contextlib.suppress(CudaError):
+                    self._close(kept)
+
+    def _close(self, kept: _Kept) -> None:
+        try:
+            kept.engine.close()
+        except Exception:
+            kept.refused = True
+            raise
+        self._left.pop(kept, None)
+
+    def _steps(self, kept: _Kept, claim: _Claim, columns: Callable[[Engine], Iterator[Column]]) -> Generator[Any]:
         try:
             yield None
             yield from columns(kept.engine)
         finally:
-            with self._lock:
-                kept.take(need, -1)
-                self._close_if_done(kept)
+            claim.over = True
+            self._close_idle()
 
     def _size(self, source: Source, need: Size) -> tuple[Size, _Kept | None]:
-        """Of the engine that serves a call beside those that run, and that engine where it is the one kept."""
+        """Of the engine that serves a call beside those that run, and that engine where it is the one kept.
+
+        The lock is held.
+        """
         kept = self._kept
         if kept is not None and not kept.mark.fits(source):
-            self._retire()
+            self._keep(None)
             kept = None
         had, used = (Size(1, PAGE, 1), Size(0, 0, 0))
         if kept is not None:
-            had, used = kept.size, Size(kept.places, 0, kept.pages)
+            had, used = kept.size, kept.used
         want = Size(used.places + need.places, need.tokens, used.pages + need.pages)
         if kept is not None and had.covers(want):
             return had, kept
@@ -278,11 +319,12 @@ class Serving:
         places, tokens = min(places, MAX_ROWS), min(tokens, source.config.max_positions)
         return Size(places, tokens, min(pages, places * -(-tokens // PAGE))), None
 
-    def _made(self, source: Source, size: Size, need: Size, automatic: bool) -> _Kept | str:
-        """Takes the lock, but not while the engine is made. A new engine, kept from now on, or why there is none."""
+    def _made(self, source: Source, size: Size, claim: _Claim, automatic: bool) -> _Kept | str:
+        """A new engine, kept from now on, room for a call taken; or why there is none."""
         with self._lock:
-            if self._kept is not None and not self._kept.calls:
-                self._retire()  # first: there may be no room for two
+            if self._kept is not None and not self._kept.claims:
+                self._keep(None)
+        self._close_idle()  # first: there may be no room for two
         try:
             made = _Kept(_engine(source, size), _Mark(source), size)
         except (CannotServe, InvalidArgument, CudaError) as error:
@@ -292,13 +334,13 @@ class Serving:
                 if self._kept is None:  # else there may be room for it when the calls that run now have ended
                     self._failed = _Mark(source), size, str(error)
             return str(error)
+        made.take(claim)
         with self._lock:
-            replaced, self._kept = self._kept, made
-            self._retired(replaced)
+            self._keep(made)
             if not automatic:
                 self._failed = None
-            made.take(need, 1)
-            return made
+        self._close_idle()
+        return made
 
 
 def needed(rows: int, tokens: int) -> Size:

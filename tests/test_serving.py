@@ -1,4 +1,4 @@
-"""What a model keeps besides its parameters: copies leave it behind, and threads share one engine."""
+"""What a model keeps besides its parameters: copies leave it behind, threads share an engine, calls give it back."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,11 +16,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from interrupts import interrupted, named, places
 from moe_jax import serving
 from moe_jax.engine import Engine
 from moe_jax.generation import split
 from moe_jax.model import Model
 from moe_jax.pallas_kernels.errors import CudaError
+from moe_jax.serving import Serving
 from moe_jax.tokenizer import Tokenizer
 from test_tokenizer import CONFIG, TEMPLATE, byte_tokenizer
 from tiny_models import tiny_config, tiny_module
@@ -189,13 +192,40 @@ def test_two_threads_with_one_need_make_one_engine(model, monkeypatch):
 class Fake:
     """An engine that fails to close so many times."""
 
-    def __init__(self, error: BaseException, times: int):
+    def __init__(self, error: BaseException | None = None, times: int = 0):
         self.error, self.left, self.tried = error, times, 0
 
     def close(self) -> None:
         self.tried += 1
-        if self.tried <= self.left:
+        if self.error is not None and self.tried <= self.left:
             raise self.error
+
+
+class World:
+    """A model's serving, with engines that do nothing: those given, then others that close."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Model, *fakes: Fake):
+        self.serving, self.engines, given = serving.Serving(), list[weakref.ref[Fake]](), iter(fakes)
+        self.source = serving.Source(model.config, model.module, split(model.module), "simulate", jax.devices()[0])
+
+        def make(source: serving.Source, size: serving.Size) -> Fake:
+            made = next(given, None) or Fake()
+            self.engines.append(weakref.ref(made))
+            return made
+
+        monkeypatch.setattr(serving, "_engine", make)
+
+    def run(self, rows: int, steps: int = 1, **options: Any) -> Any:
+        """A call of so many rows and steps."""
+        options = {"automatic": False, **options}
+        return self.serving.run(self.source, serving.needed(rows, 4), lambda engine: iter(range(steps)), **options)
+
+    def check_given_back(self) -> None:
+        """No call has anything, and what is not kept was closed, or is held by nobody and closes itself."""
+        kept = self.serving._kept
+        assert kept is None or not kept.claims
+        held = [engine for engine in (reference() for reference in self.engines) if engine is not None]
+        assert [engine for engine in held if not engine.tried] == ([] if kept is None else [kept.engine])
 
 
 CUDA = CudaError("call failed", where="test", got="CUDA_ERROR_UNKNOWN", wanted="CUDA_SUCCESS")
@@ -204,35 +234,129 @@ CUDA = CudaError("call failed", where="test", got="CUDA_ERROR_UNKNOWN", wanted="
 def test_an_engine_that_does_not_close_keeps_no_other_open(model, monkeypatch):
     """Whatever it raises: the others are closed, the first error is raised, and the next call tries again."""
     fakes = [Fake(CUDA, 2), Fake(RuntimeError("second"), 2), Fake(RuntimeError("third"), 0)]
-    left = iter(fakes)
-    monkeypatch.setattr(serving, "_engine", lambda source, size: next(left))
-    kept = serving.Serving()
-    source = serving.Source(model.config, model.module, split(model.module), "simulate", jax.devices()[0])
-
-    def run(rows: int) -> Any:
-        return kept.run(source, serving.needed(rows, 4), lambda engine: iter(()), automatic=False)
-
-    streams = [run(rows) for rows in (1, 2, 4)]  # each has no room beside those before
+    world = World(monkeypatch, model, *fakes)
+    streams = [world.run(rows, 0) for rows in (1, 2, 4)]  # each has no room beside those before
     assert list(streams[0]) == [] and fakes[0].tried == 1
     with pytest.raises(RuntimeError, match="second"):
         list(streams[1])
     assert list(streams[2]) == [] and fakes[2].tried == 0
     with pytest.raises(CudaError):
-        kept.close()
+        world.serving.close()
     assert [fake.tried for fake in fakes] == [2, 2, 1]
-    kept.close()
+    world.serving.close()
     assert [fake.tried for fake in fakes] == [3, 3, 1]
-    kept.close()
+    world.serving.close()
     assert [fake.tried for fake in fakes] == [3, 3, 1]
 
 
 def test_an_engine_that_was_interrupted_while_it_closed_is_tried_again(model, monkeypatch):
     fake = Fake(KeyboardInterrupt(), 1)
-    monkeypatch.setattr(serving, "_engine", lambda source, size: fake)
-    kept = serving.Serving()
-    source = serving.Source(model.config, model.module, split(model.module), "simulate", jax.devices()[0])
-    assert list(kept.run(source, serving.needed(1, 4), lambda engine: iter(()), automatic=False)) == []
+    world = World(monkeypatch, model, fake)
+    assert list(world.run(1, 0)) == []
     with pytest.raises(KeyboardInterrupt):
-        kept.close()
-    kept.close()
+        world.serving.close()
+    world.serving.close()
     assert fake.tried == 2
+
+
+# Interrupts. A call is one of a row, of more than there is room for, or of more while one of a row runs.
+
+LINES = places(
+    *(getattr(Serving, name) for name in ("run", "_taken", "_found", "_size", "_made", "_keep", "_idle", "_steps")),
+    *(Serving._close_idle, Serving._close, serving._Claim.__init__, serving._Kept.take, serving._Kept.__init__),
+    *(serving._Kept.claims.fget, serving._Kept.used.fget),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "line"), LINES, ids=named)
+def test_a_call_that_was_interrupted_gives_its_room_back(model, monkeypatch, function, line):
+    for before, rows in ((0, 1), (1, 1), (1, 2), (1, 4)):
+        world = World(monkeypatch, model)
+        for _ in range(before):
+            list(world.run(1))
+        interrupted(function, line, lambda world=world, rows=rows: list(world.run(rows)))
+        kept = world.serving._kept
+        list(world.run(1))
+        assert kept is None or world.serving._kept is kept  # it had the room
+        world.check_given_back()
+        world.serving.close()
+        world.check_given_back()
+
+
+@pytest.mark.parametrize(("function", "line"), LINES, ids=named)
+def test_a_call_that_was_interrupted_beside_another_lets_the_engine_of_that_go(model, monkeypatch, function, line):
+    world = World(monkeypatch, model)
+    stream = world.run(1, 3)
+    next(stream)
+    interrupted(function, line, lambda: list(world.run(2)))
+    assert [*stream] == [1, 2]
+    list(world.run(1))
+    world.check_given_back()
+    # The last line of a call may be interrupted that has an engine for itself.
+    stream = world.run(4, 3)
+    world.serving.close()
+    interrupted(function, line, lambda: list(stream))
+    world.serving.close()
+    world.check_given_back()
+    assert world.serving._kept is None and not world.serving._left
+
+
+def test_room_is_given_back_though_an_error_is_kept(model, monkeypatch):
+    """With all that its traceback holds, as a notebook keeps the last one."""
+    world = World(monkeypatch, model)
+
+    def fail(engine: Any) -> Iterator[Any]:
+        yield 0
+        raise CUDA
+
+    for begins in (fail, None):
+        with pytest.raises((CudaError, TypeError)) as caught:
+            list(world.serving.run(world.source, serving.needed(1, 4), begins, automatic=False))  # type: ignore[arg-type]
+        world.check_given_back()
+        assert caught.value.__traceback__ is not None
+    monkeypatch.setattr(serving.Serving, "_steps", None)
+    with pytest.raises(TypeError) as caught:
+        world.run(1)
+    world.check_given_back()
+    assert caught.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("leave", ["read", "closed", "collected"])
+def test_a_call_that_ends_waits_for_nobody(model, monkeypatch, leave):
+    """It may be collected in a thread that has what others wait for, such as the lock of another model's calls."""
+    world = World(monkeypatch, model)
+    streams = [world.run(1, 3)]
+    next(streams[0])
+    (engine,) = [reference() for reference in world.engines]
+    world.serving.close()
+    ends = {"read": lambda: list(streams[0]), "closed": lambda: streams[0].close(), "collected": streams.clear}
+    with world.serving._making, world.serving._lock:
+        Call(ends[leave]).result()
+        assert engine is not None and engine.tried == 1
+    world.check_given_back()
+
+
+def test_no_engine_is_closed_with_the_lock_of_the_calls_held(model, monkeypatch):
+    """Closing waits for the device; calls on other engines begin and end meanwhile."""
+    world, free = World(monkeypatch, model), list[bool]()
+
+    def close(fake: Fake) -> None:
+        fake.tried += 1
+
+        def other() -> None:
+            free.append(world.serving._lock.acquire(timeout=1))
+            if free[-1]:
+                world.serving._lock.release()
+
+        Call(other).result()
+
+    monkeypatch.setattr(Fake, "close", close)
+    streams = [world.run(rows, 2) for rows in (1, 2)]  # the first engine is left when its call ends
+    list(streams[0])
+    list(streams[1])
+    list(world.run(8))  # nobody uses the second: it is left before the third is made
+    world.source = world.source._replace(mode="off")
+    list(world.run(1))  # the third serves no such source
+    world.serving.close()
+    assert free == [True] * 4
+    world.check_given_back()

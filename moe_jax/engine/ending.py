@@ -1,19 +1,36 @@
-"""How engines end: closed, with the device's context, or, if they are still open then, with the process."""
+"""How engines end: closed, dropped, with the device's context, or, if they are still open then, with the process.
+
+An engine that nobody holds any more is closed as by `Engine.close`. Python says so wherever the last reference goes or
+the collector runs, and that thread may have the lock of another engine, or be inside JAX. So the closing is done by a
+thread of its own, which has nothing. The one in which the engine was dropped waits for that, but not for ever: it may
+have what the other one needs.
+"""
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import threading
 import weakref
 from collections.abc import Generator
-from typing import Protocol
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, Protocol
 
-from moe_jax.cache import StickyError, StoreUnusable
+from moe_jax.cache import Graphs, StickyError, StoreUnusable
+from moe_jax.cache.runtime import Kernel
 from moe_jax.pallas_kernels.errors import CudaError
 
-# That the end of a process waits for an engine which a thread without end still uses.
-EXIT_SECONDS = 1.0
+from .memory import Memory
+from .sequences import Sequence
+
+if TYPE_CHECKING:
+    from .prompts import Prompts
+    from .stepping import Stepper
+
+# That a thread waits until an engine which was dropped in it is closed, and the end of a process for an engine that a
+# thread without end still uses.
+SECONDS = 1.0
 
 
 class Life:
@@ -51,37 +68,131 @@ class Life:
             raise
 
 
+class Owned:
+    """Everything that an engine has on its device and in flight there, and how that goes.
+
+    It knows of no engine, so it can be closed when the engine is gone.
+
+    Attributes:
+        lock: of the engine; taken while this is closed.
+        life: of the engine.
+        sequences: of the engine, by number.
+        kernels: loaded. They stay for as long as the engine: a graph that is evicted takes none with it.
+        prompts, stepper: None until they are made.
+        dropped: the engine is gone, or never was whole.
+    """
+
+    def __init__(self, graphs: Graphs, memory: Memory):
+        self.lock = threading.RLock()
+        self.life = Life()
+        self.sequences: dict[int, Sequence] = {}
+        self.kernels: tuple[Kernel, ...] = ()
+        self.prompts: Prompts | None = None
+        self.stepper: Stepper | None = None
+        self.dropped = False
+        self._graphs, self._memory = graphs, memory
+
+    def end_with(self, engine: object) -> None:
+        """Let this be closed when the engine is dropped or the process ends, if it is not closed by then."""
+        _open[self] = None
+        # At exit `_close` comes before the end of JAX; a finalizer would come at any time.
+        weakref.finalize(engine, _engine_gone, self).atexit = False
+
+    def close(self) -> None:
+        """Wait for everything, destroy the graphs and let go of all memory. A second call does nothing."""
+        with self.lock:
+            if self.life.over == "closed":
+                return
+            # The engine's own store, and one that was put in its place.
+            others = () if self.stepper is None else (self.stepper.graphs,)
+            for store in dict.fromkeys((self._graphs, *others)):
+                # What a lost context holds cannot be given back to it; the second call lets go of it here.
+                with contextlib.suppress(StickyError):
+                    store.close()
+                store.close()
+            self.kernels = ()
+            if self.prompts is not None:
+                self.prompts.release()
+            self._memory.release()
+            self.sequences.clear()
+            if self.stepper is not None:
+                self.stepper.close()
+            _open.pop(self, None)
+            self.life.over = "closed"
+
+    def drop(self) -> None:
+        """Close it for an engine that is no more. What the device refuses is tried again, at the latest at exit."""
+        self.dropped = True
+        with contextlib.suppress(CudaError):
+            self.close()
+
+
+# All that is not closed yet: whoever loses sight of it, it is not lost.
+_open: dict[Owned, None] = {}
+
+
+def close_dropped() -> None:
+    """Try again to close what dropped engines have left: their memory may be needed."""
+    for owned in list(_open):
+        if owned.dropped and owned.lock.acquire(blocking=False):
+            try:
+                # Whoever dropped it has been told of errors that are not of the device.
+                with contextlib.suppress(Exception):
+                    owned.drop()
+            finally:
+                owned.lock.release()
+
+
+def _engine_gone(owned: Owned) -> None:
+    """Close what a dropped engine has left, in a thread of its own: see the module."""
+    if owned.life.over == "closed":
+        return
+    owned.dropped = True
+    done = threading.Lock()
+    done.acquire()
+    try:
+        # `threading.Thread` takes locks of its own, which the interrupted code may have.
+        _thread.start_new_thread(_drop, (owned, done))
+    except RuntimeError:
+        return  # no more threads: the next engine or the end of the process does it
+    done.acquire(timeout=SECONDS)
+
+
+def _drop(owned: Owned, done: threading.Lock) -> None:
+    try:
+        owned.drop()
+    finally:
+        done.release()
+
+
 class Closable(Protocol):
+    @property
+    def lock(self) -> threading.RLock: ...
+
     def close(self) -> None: ...
-
-
-_open: weakref.WeakKeyDictionary[Closable, threading.RLock] = weakref.WeakKeyDictionary()
-
-
-def close_at_exit(engine: Closable, lock: threading.RLock) -> None:
-    """Close it under its lock when the process ends, if it is still there."""
-    _open[engine] = lock
 
 
 @atexit.register
 def _close() -> None:
-    """JAX has registered its own end before, so this comes first: the device is still there.
+    """Close all engines that are left open.
+
+    JAX has registered its own end before, so this comes first: the device is still there.
 
     Raises:
         BaseException: what kept one of them from closing, when all have been tried; errors of the device say nothing
             that a process at its end could use.
     """
-    _close_all(list(_open.items()))
+    _close_all(list(_open))
 
 
-def _close_all(engines: list[tuple[Closable, threading.RLock]]) -> None:
-    for at, (engine, lock) in enumerate(engines):
-        if lock.acquire(timeout=EXIT_SECONDS):
+def _close_all(left: Items[Closable]) -> None:
+    for at, owned in enumerate(left):
+        if owned.lock.acquire(timeout=SECONDS):
             try:
                 with contextlib.suppress(CudaError):
-                    engine.close()
+                    owned.close()
             except BaseException:
-                _close_all(engines[at + 1 :])
+                _close_all(left[at + 1 :])
                 raise
             finally:
-                lock.release()
+                owned.lock.release()

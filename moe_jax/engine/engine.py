@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
-import threading
+import weakref
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from typing import Any
@@ -33,14 +32,14 @@ from moe_jax.sampling import Sampling, sampling
 
 from .building import load_kernels
 from .calls import Calls
-from .ending import Life, close_at_exit
+from .ending import Owned, close_dropped
 from .generating import columns
 from .host import compiled_reference
 from .memory import WEIGHTS, Memory, Weights, place_all
-from .options import PAGE_SIZE, check_count, check_packages, cuda_runtime, token_limit
+from .options import PAGE_SIZE, check_bounds, check_count, check_packages, cuda_runtime, token_limit
 from .prompts import LONG, Prompts
 from .rows import row_block
-from .sequences import Places, Sequence
+from .sequences import Generation, Places, Sequence
 from .step import Geometry, build, bytes_needed
 from .stepping import Stepper
 from .weights import check_config, check_update, module_weights
@@ -94,7 +93,8 @@ class Engine:
             long_prompts: tokens of the shortest prompt that a compiled program reads at once; None: none is.
             weights: ``"held"``: the model's arrays where they stand, all on the runtime's device; ``"owned"``: copies.
             graphs: ``"on"``, ``"off"``, ``"strict"`` or ``"simulate"``, as in `moe_jax.cache.Graphs`.
-            max_entries, max_bytes: of graphs that are kept, as in `moe_jax.cache.Graphs`; bytes are estimated.
+            max_entries, max_bytes: of graphs that are kept, as in `moe_jax.cache.Graphs`; bytes are estimated. One
+                graph for each decode bucket has to fit, but with ``"off"``.
             runtime: the device; None: a `SimulatedRuntime` for ``"simulate"``, else JAX's first CUDA device.
 
         Raises:
@@ -133,6 +133,8 @@ class Engine:
         self.decode_buckets, self.chunk_buckets = row_buckets(max_sequences), row_buckets(chunk)
         options = {"transform": compiled_reference} if device.simulated else {}
         self._steps = build(self._geometry, self.decode_buckets, self.chunk_buckets, **options)
+        check_bounds(where, graphs, self._steps.decode, max_entries, max_bytes)
+        close_dropped()
         # Room for the weights to move, and for what tests allocate beside it.
         self.runtime: Runtime = runtime or SimulatedRuntime(2 * bytes_needed(self._steps) + (64 << 20))
         self.registry = Registry()
@@ -140,20 +142,25 @@ class Engine:
         self._calls = Calls(self._steps, self.registry)
         store = Graphs(self.runtime, self.registry, mode=graphs, max_entries=max_entries, max_bytes=max_bytes)
         self.memory = Memory(self.runtime, store.stream, weights)
-        place_all(self.memory, self._geometry, self._steps, arrays, self._stop_list)
-        # Held for as long as the engine lives: a graph that is evicted takes no kernel with it.
-        self._kernels = load_kernels(self.runtime, self._steps)
-        device_state = self.memory, self.runtime, store.stream
-        self._prompts = Prompts(self._geometry, model.module, *device_state, model.executables, long_prompts)
+        self._owned = owned = Owned(store, self.memory)
+        self._lock, self._life, self._sequences = owned.lock, owned.life, owned.sequences
         self._places = Places(max_sequences, self._geometry.pages)
-        self._sequences: dict[int, Sequence] = {}
         # Remembered from step to step; None where sequences have come, gone or ended since.
         self._live: tuple[int, ...] | None = None
-        self._stepper = Stepper(self._geometry, self.memory, store, self._calls, self._sequences, self._stops)
         self._numbers = itertools.count()
-        self._life = Life()
-        self._lock = threading.RLock()
-        close_at_exit(self, self._lock)
+        try:
+            owned.end_with(self)
+            place_all(self.memory, self._geometry, self._steps, arrays, self._stop_list)
+            owned.kernels = load_kernels(self.runtime, self._steps)
+            device_state = self.memory, self.runtime, store.stream
+            prompts = Prompts(self._geometry, model.module, *device_state, model.executables, long_prompts)
+            self._prompts = owned.prompts = prompts
+            stepper = Stepper(self._geometry, self.memory, store, self._calls, self._sequences, self._stops)
+            self._stepper = owned.stepper = stepper
+        except BaseException:
+            # What has been queued writes to memory that goes when this is over.
+            owned.drop()
+            raise
 
     @property
     def graphs(self) -> Graphs:
@@ -175,9 +182,9 @@ class Engine:
         """Sequences that the next step gives a token to, in the order in which they joined."""
         with self._lock:
             live = self._live
-            if live is None:
+            if live is None or not self._sequences:
                 held = list(self._sequences.items())  # a stream that is collected meanwhile gives up its own
-                live = self._live = tuple(n for n, sequence in held if not (sequence.ended or sequence.inner))
+                live = self._live = tuple(n for n, one in held if not one.ended and one.owner is None)
             return live
 
     def warmup(self, prompts: Items[int] = ()) -> None:
@@ -307,7 +314,7 @@ class Engine:
         """
         where = "Engine.release"
         with self._lock, self._life.using(where):
-            known = sorted(n for n, held in list(self._sequences.items()) if not held.inner)
+            known = sorted(n for n, held in list(self._sequences.items()) if held.owner is None)
             if isinstance(sequence, bool) or not isinstance(sequence, (int, np.integer)) or sequence not in known:
                 raise InvalidArgument("sequence", where=where, got=repr(sequence), wanted=f"one of {known}")
             self._forget(sequence)
@@ -345,15 +352,16 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Counts of `Graphs.stats`, and what the engine holds."""
         with self._lock:
-            counts = self.graphs.stats()
+            counts, held = self.graphs.stats(), self._held()
+            places, pages = self._places.counts(held)
             return counts | {
                 "state": self._life.over or counts["state"],
-                "sequences": len(self._sequences),
-                "free_sequences": len(self._places.rows),
+                "sequences": len(held),
+                "free_sequences": places,
                 "live": len(self.live),
                 "max_sequences": self._geometry.max_sequences,
                 "pages": self._geometry.pages,
-                "free_pages": len(self._places.free),
+                "free_pages": pages,
                 "page_size": self._geometry.page_size,
                 "decode_buckets": self.decode_buckets,
                 "chunk_buckets": self.chunk_buckets,
@@ -370,21 +378,14 @@ class Engine:
         return f"{outcome.kind}{why}: {call.certificate.rows} rows in a bucket of {call.certificate.bucket}"
 
     def close(self) -> None:
-        """Wait for everything, destroy the graphs and let go of all memory. A second call does nothing."""
-        with self._lock:
-            if self._life.over == "closed":
-                return
-            # What a lost context holds cannot be given back to it; the second call lets go of it here.
-            with contextlib.suppress(StickyError):
-                self.graphs.close()
-            self.graphs.close()
-            self._kernels = ()
-            self._prompts.release()
-            self.memory.release()
-            self._sequences.clear()
-            self._stepper.close()
-            self._live = None
-            self._life.over = "closed"
+        """Wait for everything, destroy the graphs and let go of all memory. A second call does nothing.
+
+        An engine that is dropped, or left open until the process ends, is closed in the same way.
+
+        Raises:
+            CudaError: the device refused; call it again.
+        """
+        self._owned.close()
 
     # Inside; the lock is held, but where it says so.
 
@@ -397,37 +398,44 @@ class Engine:
         parameters: Sampling,
         *,
         top_k: int = 0,
-        inner: bool = False,
+        owner: Generation | None = None,
     ) -> list[int]:
-        """Take the lock and admit all prompts or none."""
+        """Take the lock and admit all prompts or none.
+
+        Prompts are read into free pages first, and then admitted by one call, so an error or an interrupt before that
+        has taken nothing.
+        """
         limits = [token_limit(where, self._geometry, len(row), max_new_tokens) for row in rows]
         for row in rows:
             # Before the lock is taken: others go on meanwhile.
             self._prompts.compile(len(row))
-        with self._lock, self._life.using(where):
-            pages = [self._geometry.pages_for(limit) for limit in limits]
-            free = len(self._places.rows), len(self._places.free)
-            if len(rows) > free[0] or sum(pages) > free[1]:
-                got, wanted = f"{len(rows)} and {sum(pages)}", f"at most {free[0]} and {free[1]}; release some"
-                raise CannotServe("sequences and pages", where=where, got=got, wanted=wanted)
-            numbers: list[int] = []
-            try:
+        admitted: dict[int, Sequence] = {}
+        try:
+            with self._lock, self._life.using(where):
+                pages = [self._geometry.pages_for(limit) for limit in limits]
+                held = self._held()
+                free = self._places.counts(held)
+                if len(rows) > free[0] or sum(pages) > free[1]:
+                    got, wanted = f"{len(rows)} and {sum(pages)}", f"at most {free[0]} and {free[1]}; release some"
+                    raise CannotServe("sequences and pages", where=where, got=got, wanted=wanted)
+                places, pool = self._places.free(held)
                 for row, draw, limit, count in zip(rows, draws, limits, pages, strict=True):
-                    place, own = self._places.take(count)
-                    number = next(self._numbers)
                     prompt = [*map(operator.index, row)]
-                    self._sequences[number] = sequence = Sequence(
-                        number=number, place=place, pages=own, length=len(prompt), newest=prompt[-1], limit=limit,
-                        sampling=parameters, top_k=top_k, draw=draw, inner=inner,
+                    sequence = Sequence(
+                        number=next(self._numbers), place=next(places), pages=tuple(itertools.islice(pool, count)),
+                        length=len(prompt), newest=prompt[-1], limit=limit, sampling=parameters, top_k=top_k, draw=draw,
+                        owner=None if owner is None else weakref.ref(owner),
                     )  # fmt: skip
-                    self._live = None
-                    numbers.append(number)
                     self._read_prompt(sequence, prompt)
-            except BaseException:
-                for number in numbers:
+                    admitted[sequence.number] = sequence
+                self._live = None
+                self._sequences.update(admitted)
+            return list(admitted)
+        except BaseException:
+            with self._lock:
+                for number in admitted:
                     self._forget(number)
-                raise
-            return numbers
+            raise
 
     def _read_prompt(self, sequence: Sequence, prompt: list[int]) -> None:
         entries = np.full(self._geometry.max_pages, -1, np.int32)
@@ -450,16 +458,37 @@ class Engine:
         """As `Stepper.step`."""
         stepper = self._stepper
         try:
-            return stepper.step(numbers, more=more)
-        finally:
+            found = stepper.step(numbers, more=more)
             if not stepper.holds(numbers):  # some may have ended
                 self._live = None
+            return found
+        except BaseException:
+            self._live = None
+            raise
+
+    def _held(self) -> list[Sequence]:
+        """All sequences that have a place; those of generations that are gone have none any more."""
+        for number, sequence in list(self._sequences.items()):
+            if sequence.belongs_to(None):
+                self._forget(number)
+        return list(self._sequences.values())
 
     def _forget(self, number: int) -> None:
-        """Takes the lock. Pages are given to others at once: what reads them was queued before what will write them."""
-        with self._lock:
-            self._stepper.forget(number)
-            sequence = self._sequences.pop(number, None)
-            self._live = None
-            if sequence is not None:
-                self._places.give_back(sequence.place, sequence.pages)
+        """Give up a sequence, if it is still there, with its place and its pages.
+
+        They are given to others at once: what reads them was queued before what will write them. The lock is not
+        needed for a sequence that no step can be about.
+        """
+        self._live = None
+        self._sequences.pop(number, None)  # this alone gives it up; the other lines may be interrupted
+        self._stepper.forget(number)
+
+    def _forget_all(self, generation: Generation) -> None:
+        """Give up the sequences of a generation that is over.
+
+        Takes no lock: a stream may be collected in any thread, also in one that has the lock of another engine, which
+        another thread may wait for with the lock of this one.
+        """
+        for number, sequence in list(self._sequences.items()):
+            if sequence.belongs_to(generation):
+                self._forget(number)

@@ -15,6 +15,8 @@ from moe_jax.generation import Column, Stop, row_check
 from moe_jax.sampling import Sampling
 from moe_jax.tokenizer import Tokenizer
 
+from .sequences import Generation
+
 if TYPE_CHECKING:
     from .engine import Engine
 
@@ -34,13 +36,14 @@ def columns(
     """The steps of `moe_jax.generation.endings`: each is given as soon as every row has come so far, or has ended.
 
     More rows than places take turns, so then a step is given when the last of them is there. What the caller does not
-    read is not computed, and places and pages are given back when the generator is closed.
+    read is not computed, and places and pages are given back when the generator is closed or gone, however that comes.
 
     Args:
         engine: nobody else steps the sequences of this generation.
         rows: token ids of each prompt.
         logprobs: the log-probabilities are computed, which reads the logits of every step; else they are zeros.
     """
+    mine = Generation()
     checks = [row_check(ends, tokenizer) for _ in rows]
     waiting, running = deque(range(len(rows))), dict[int, int]()
     tokens: list[list[int]] = [[] for _ in rows]
@@ -51,7 +54,7 @@ def columns(
             while waiting:
                 index = waiting[0]
                 try:
-                    (number,) = engine._admit(where, [rows[index]], [index], max_new_tokens, parameters, inner=True)
+                    (number,) = engine._admit(where, [rows[index]], [index], max_new_tokens, parameters, owner=mine)
                 except CannotServe:
                     if not running:
                         raise
@@ -78,8 +81,7 @@ def columns(
                 )
             given = max(given, ready)
     finally:
-        for number in running:
-            engine._forget(number)
+        engine._forget_all(mine)
 
 
 def token_logprobs(logits: Float32[np.ndarray, "B V"], tokens: Int32[np.ndarray, " B"]) -> Float32[np.ndarray, " B"]:

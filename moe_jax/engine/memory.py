@@ -43,15 +43,13 @@ class Memory:
         self._arrays: dict[str, Array] = {}
         # Capsules of arrays whose copies are not known to be done.
         self._copied: list[Any] = []
-        self._names: list[str] = []
 
     def place(self, buffer: Buffer, use: Use, values: np.ndarray | None = None) -> None:
         """Bind a buffer to new memory, holding ``values``, or nothing in particular."""
         resource = self._new(buffer, use)
+        self.table.bind(buffer.name, resource)  # first: it stays until nothing that is queued writes there
         if values is not None:
             self._runtime.write(resource.address, values, self._stream)
-        self.table.bind(buffer.name, resource)
-        self._names.append(buffer.name)
 
     def bind_weights(self, arrays: Mapping[str, Array]) -> None:
         """Bind names to arrays, or to copies of them, in place of what they had; all or, on an error, none.
@@ -68,7 +66,6 @@ class Memory:
         for name, resource in held.items():
             if self.table.get(name) is None:
                 self.table.bind(name, resource)
-                self._names.append(name)
             else:
                 self.table.replace(name, resource)
 
@@ -123,8 +120,8 @@ class Memory:
         """Let go of everything; the stream's work is done."""
         self._copied.clear()
         self._arrays.clear()
-        while self._names:
-            self.table.release(self._names.pop())
+        for name in list(self.table.snapshot()[1]):
+            self.table.release(name)
 
     def _resource(self, name: str) -> Resource:
         resource = self.table.get(name)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from moe_jax.cache import Runtime
+from moe_jax.cache import LaunchList, Runtime
+from moe_jax.cache.decision import Mode
+from moe_jax.cache.store import estimated_bytes
 from moe_jax.errors import CannotServe, InvalidArgument
 
 from .step import Geometry
@@ -26,6 +29,27 @@ def check_count(where: str, name: str, value: Any, most: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= most:
         raise InvalidArgument(name, where=where, got=repr(value), wanted=f"an integer from 1 to {most}")
     return operator.index(value)
+
+
+def check_bounds(where: str, graphs: Mode, steps: Mapping[int, LaunchList], max_entries: int, max_bytes: int) -> None:
+    """Refuse bounds within which the graphs of all decode buckets do not fit side by side.
+
+    Each would be evicted for another that `Engine.warmup` or a step captures, so no step could be relied on to be a
+    replay.
+
+    Args:
+        steps: the decode step of each bucket.
+
+    Raises:
+        InvalidArgument: naming the bound that is too small, and the least that is not.
+    """
+    if graphs == "off":
+        return
+    least = {"max_entries": len(steps), "max_bytes": sum(map(estimated_bytes, steps.values()))}
+    for name, given in (("max_entries", max_entries), ("max_bytes", max_bytes)):
+        if given < least[name]:
+            wanted = f'at least {least[name]}, a graph for each bucket of {[*steps]} rows, or graphs="off"'
+            raise InvalidArgument(name, where=where, got=given, wanted=wanted)
 
 
 def token_limit(where: str, geometry: Geometry, prompt: int, max_new_tokens: int | None) -> int:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import heapq
+import weakref
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moe_jax.sampling import Sampling
+
+
+class Generation:
+    """Has the sequences of one call of `Engine.generate`, which hold it weakly: they are no more when it is gone."""
 
 
 @dataclass(kw_only=True)
@@ -22,7 +27,7 @@ class Sequence:
         limit: tokens at most.
         sampling, top_k: parameters; ``top_k`` 0 keeps all.
         draw: what its noise is keyed by besides the seed and the position.
-        inner: of a call of `Engine.generate`, which alone steps it.
+        owner: the call of `Engine.generate` which alone steps it; None: the user's.
         ended: an end token came, or the limit is reached.
     """
 
@@ -35,8 +40,12 @@ class Sequence:
     sampling: Sampling
     top_k: int
     draw: int
-    inner: bool
+    owner: weakref.ref[Generation] | None = None
     ended: bool = False
+
+    def belongs_to(self, generation: Generation | None) -> bool:
+        """Whether it is one of a call's; None: of a call's that is gone."""
+        return self.owner is not None and self.owner() is generation
 
 
 class Batch:
@@ -79,24 +88,24 @@ class Batch:
             sequence.ended = steps > 0 and (token in self._stops or sequence.length >= sequence.limit)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Places:
-    """Free rows of the block table and free pages; the lowest are given first."""
+    """Rows of the block table and pages. Those are free that no sequence has; no other book of them is kept."""
 
     sequences: int
     pages: int
-    rows: list[int] = field(init=False)
-    free: list[int] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.rows, self.free = list(range(self.sequences)), list(range(self.pages))
+    def counts(self, held: Items[Sequence]) -> tuple[int, int]:
+        """How many places and how many pages are free beside these sequences."""
+        return self.sequences - len(held), self.pages - sum(len(sequence.pages) for sequence in held)
 
-    def take(self, pages: int) -> tuple[int, tuple[int, ...]]:
-        """A place and as many pages; there must be."""
-        return heapq.heappop(self.rows), tuple(heapq.heappop(self.free) for _ in range(pages))
+    def free(self, held: Items[Sequence]) -> tuple[Iterator[int], Iterator[int]]:
+        """Free places and free pages, the lowest first."""
+        places = {sequence.place for sequence in held}
+        pages = set[int]().union(*(sequence.pages for sequence in held))
+        return _others(self.sequences, places), _others(self.pages, pages)
 
-    def give_back(self, place: int, pages: tuple[int, ...]) -> None:
-        """Of a released sequence."""
-        heapq.heappush(self.rows, place)
-        for page in pages:
-            heapq.heappush(self.free, page)
+
+def _others(count: int, used: set[int]) -> Iterator[int]:
+    """Numbers below ``count`` that are not used."""
+    return (number for number in range(count) if number not in used)

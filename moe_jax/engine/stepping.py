@@ -145,7 +145,8 @@ class Stepper:
         batch.settle()
         running: list[int] = []
         if self._ahead is not None:
-            running = [n for n in batch.numbers if n in self._sequences and not self._sequences[n].ended]
+            held = {n: self._sequences.get(n) for n in batch.numbers}
+            running = [n for n, sequence in held.items() if sequence is not None and not sequence.ended]
             self._doubt(running)
         self.batch = self._ahead = None
         return running
@@ -179,6 +180,9 @@ class Stepper:
         batch = self.batch
         if batch is None:
             self._doubt(self._drawn.keys() & set(numbers))  # not of all of them: none is given
+            # Of streams that were collected while they were written here.
+            for number in (self._drawn.keys() | self._doubtful) - self._sequences.keys():
+                self.forget(number)
             for number in self._doubtful.intersection(numbers):
                 place = self._sequences[number].place
                 self._memory.write("finished", np.asarray([RUNNING], np.int32), 4 * place)

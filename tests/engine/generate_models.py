@@ -65,5 +65,5 @@ def size(model: Model) -> tuple[int, int, int]:
     assert stats is not None and model._serving is not None and model._serving._kept is not None
     assert (stats["free_sequences"], stats["free_pages"]) == (stats["max_sequences"], stats["pages"])
     kept = model._serving._kept
-    assert (kept.calls, kept.places, kept.pages) == (0, 0, 0)
+    assert not kept.claims
     return stats["max_sequences"], kept.engine._geometry.max_tokens, stats["pages"]

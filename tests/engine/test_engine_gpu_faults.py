@@ -156,18 +156,25 @@ def used(runtime: Any) -> int:
     return runtime.space.bytes if runtime.simulated else runtime.device.memory_stats()["bytes_in_use"]
 
 
-def test_close_gives_everything_back(device):
+@pytest.mark.parametrize("end", ["closed", "dropped"])
+def test_an_engine_gives_everything_back(device, end):
+    """Dropped while a step is under way."""
     runtime, small = device.runtime(), 1 << 16
     turned_model()
     before = used(runtime)
     engine = Engine(turned_model(), **OPTIONS, graphs="simulate" if device.simulated else "on", runtime=runtime)
     engine.warmup()
-    engine.prefill(PROMPTS[:4])
+    engine.prefill(PROMPTS[:2])
     engine.step()
+    stream = engine.generate(PROMPTS[2:4], max_new_tokens=20, stream=True)
+    for _ in range(2):
+        next(stream)
     assert len(runtime.executables) == 3 and used(runtime) > before + small
-    engine.close()
+    if end == "closed":
+        engine.close()
+        assert not runtime.executables and not runtime.graphs
+    del engine, stream
     assert not runtime.executables and not runtime.graphs
-    del engine
     assert used(runtime) <= before + small
 
 
@@ -238,7 +245,8 @@ def test_ten_thousand_steps_leave_memory_flat_and_graphs_within_bounds(make, dev
     """Of mixed shapes, on a GPU; some on the simulated device. One graph fewer is allowed than there are buckets."""
     places = 4 if device.simulated else 8
     allowed = len(row_buckets(places)) - 1
-    engine = make(tiny_model(MAIN), **{**OPTIONS, "max_sequences": places, "max_entries": allowed})
+    engine = make(tiny_model(MAIN), **{**OPTIONS, "max_sequences": places})
+    engine.graphs._store.max_entries = allowed  # an engine does not take so few
     traffic = Traffic(engine, [tiny_model(MAIN), other_model()])
     steps, samples = (60 if device.simulated else 10_000), []
     start = time.perf_counter()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +30,9 @@ from engines import (
 from flax import nnx
 
 from moe_jax.cache import NotReplayed, SimulatedRuntime, StoreUnusable, decision
+from moe_jax.cache.store import estimated_bytes
 from moe_jax.engine import Engine, ending
-from moe_jax.errors import CannotServe
+from moe_jax.errors import CannotServe, InvalidArgument
 from moe_jax.pallas_kernels.errors import CudaError
 from moe_jax.testing import assert_replay_equals_direct
 from tiny_models import tiny_model
@@ -66,6 +68,23 @@ def test_after_warmup_steps_are_replays_and_nothing_is_compiled_or_loaded(engine
     assert list(new.values()) == expected()[:4]
     assert engine.stats()["replays"] == COUNT
     assert engine.runtime.calls["load"] == loads and not compiles
+
+
+@pytest.mark.parametrize("mode", ["simulate", "strict"])
+def test_the_least_bounds_that_are_taken_hold_a_graph_of_every_bucket(engine_for, mode):
+    """One less of either is refused: then `warmup` would evict what it has captured itself."""
+    steps = engine_for(tiny_model(MAIN), **OPTIONS)._steps.decode.values()
+    least = {"max_entries": len(steps), "max_bytes": sum(map(estimated_bytes, steps))}
+    options: dict[str, Any] = {**OPTIONS, "graphs": mode, "runtime": SimulatedRuntime(1 << 25)}
+    for name, value in least.items():
+        with pytest.raises(InvalidArgument, match=f"{name}: got {value - 1}, wanted at least {value}, a graph for"):
+            engine_for(tiny_model(MAIN), **options, **{name: value - 1})
+    engine = engine_for(tiny_model(MAIN), **options, **least)
+    engine.warmup()
+    for prompt in PROMPTS[:4]:
+        engine.prefill([prompt])
+        assert kinds(engine, 1) == ["replay"]
+    assert not engine.stats()["evictions"]
 
 
 def test_warmup_touches_no_sequence(engine_for):
@@ -363,11 +382,11 @@ def test_an_engine_left_open_is_closed_at_the_end_of_the_process():
 
 
 def test_an_engine_that_does_not_close_at_exit_keeps_no_other_open():
-    closed, lock = [], threading.RLock()
+    closed = []
 
     class Stub:
         def __init__(self, name: str, error: BaseException | None = None):
-            self.name, self.error = name, error
+            self.name, self.error, self.lock = name, error, threading.RLock()
 
         def close(self) -> None:
             if self.error is not None:
@@ -375,7 +394,7 @@ def test_an_engine_that_does_not_close_at_exit_keeps_no_other_open():
             closed.append(self.name)
 
     lost = CudaError("call failed", where="close", got="CUDA_ERROR_UNKNOWN", wanted="success")
-    engines = [
+    left = [
         Stub("a"),
         Stub("b", lost),
         Stub("c", OSError("full")),
@@ -384,6 +403,6 @@ def test_an_engine_that_does_not_close_at_exit_keeps_no_other_open():
         Stub("f"),
     ]
     with pytest.raises(ValueError, match="late") as caught:
-        ending._close_all([(engine, lock) for engine in engines])
+        ending._close_all(left)
     assert closed == ["a", "d", "f"]
     assert isinstance(caught.value.__context__, OSError)

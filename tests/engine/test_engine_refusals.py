@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from engines import MAIN, OPTIONS, PROMPTS
 
+from moe_jax.cache import SimulatedRuntime
 from moe_jax.engine import Engine
 from moe_jax.engine.step import Geometry, Steps, build
 from moe_jax.engine.weights import module_weights
@@ -34,6 +35,8 @@ def engine():
         ({"page_size": 12}, "page_size: got 12, wanted a power of two"),
         ({"pages": 0}, "pages: got 0"),
         ({"chunk": 65}, "chunk: got 65"),
+        ({"max_entries": 2}, r"max_entries: got 2, wanted at least 3, a graph for each bucket of \[1, 2, 4\] rows"),
+        ({"max_bytes": 1 << 16}, r"max_bytes: got 65536, wanted at least \d{6}, a graph for each bucket of"),
         ({"graphs": "yes"}, "graphs: got 'yes', wanted on or off or strict or simulate"),
     ],
 )
@@ -48,6 +51,12 @@ def test_without_a_cuda_device_only_simulate_runs(graphs):
         CannotServe, match=r'no CUDA device, wanted a GPU, or graphs="simulate"; Model.generate needs neither'
     ):
         Engine(tiny_model(MAIN), **OPTIONS, graphs=graphs)
+
+
+def test_without_graphs_their_bounds_are_nobodys_concern():
+    options = {**OPTIONS, "graphs": "off", "max_entries": 1, "max_bytes": 1, "runtime": SimulatedRuntime(1 << 25)}
+    with Engine(tiny_model(MAIN), **options) as engine:
+        assert len(engine.decode_buckets) == 3
 
 
 def test_models():

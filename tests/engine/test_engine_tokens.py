@@ -10,6 +10,7 @@ from engines import COUNT, MAIN, OPTIONS, PROMPTS, ending_with, expected, other_
 
 import moe_jax
 from moe_jax.engine import Engine
+from moe_jax.engine.sequences import Generation
 from moe_jax.model import Model
 from moe_jax.pallas_kernels.advance.specs import LENGTH, STOPPED
 from moe_jax.sampling import sampling
@@ -176,7 +177,8 @@ def test_two_threads_on_one_engine(engine_for):
 def test_sequences_of_a_generation_are_its_own(engine_for):
     """Another thread neither steps them nor gives them back."""
     engine = engine_for(tiny_model(MAIN), **OPTIONS)
-    (number,) = engine._admit("test", [PROMPTS[0]], [0], 4, sampling(), inner=True)
+    generation = Generation()
+    (number,) = engine._admit("test", [PROMPTS[0]], [0], 4, sampling(), owner=generation)
     assert engine.live == () and engine.step() == {}
     with pytest.raises(moe_jax.InvalidArgument, match=r"wanted one of \[\]"):
         engine.release(number)

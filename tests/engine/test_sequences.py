@@ -16,7 +16,7 @@ GREEDY = sampling(0.0, 1.0, 0)
 def sequence(number: int, length: int, limit: int, newest: int = 1) -> Sequence:
     return Sequence(
         number=number, place=number, pages=(), length=length, newest=newest, limit=limit, sampling=GREEDY, top_k=0,
-        draw=0, inner=False,
+        draw=0,
     )  # fmt: skip
 
 
