@@ -11,7 +11,7 @@ from moe_jax.pallas_kernels.experts import MAX_ROWS, Tile, tile_for
 from moe_jax.pallas_kernels.experts.heuristics import of_one_arithmetic
 from moe_jax.pallas_kernels.prefill import PrefillTile
 from moe_jax.pallas_kernels.spec import KernelSpec
-from moe_jax.pallas_kernels.tuned.lookup import same_arithmetic
+from moe_jax.pallas_kernels.tuned.lookup import arithmetic_of
 
 BUCKETS = (1, 4, 16, 64)
 
@@ -51,7 +51,7 @@ def arithmetics(shape: Shape) -> list[Arithmetic]:
 def tiles(shape: Shape, tokens: int, arithmetic: Arithmetic) -> list[Tile]:
     """Tiles to try for a row count, the heuristic's first."""
     base = heuristic(shape, tokens)
-    if not same_arithmetic(dataclasses.asdict(base), arithmetic._asdict()):
+    if arithmetic_of("expert_ffn", dataclasses.asdict(base)) != arithmetic_of("expert_ffn", arithmetic._asdict()):
         base = of_one_arithmetic(dataclasses.replace(base, **arithmetic._asdict()))
 
     def change(**fields: int) -> Tile:
@@ -70,6 +70,8 @@ def tiles(shape: Shape, tokens: int, arithmetic: Arithmetic) -> list[Tile]:
         narrow = 8 if tokens <= 8 else base.block_n
         found = [
             *(change(block_n=narrow, num_stages=s, programs=p) for s, p in ((3, 528), (4, 396), (4, 264), (6, 264))),
+            *(change(num_stages=3, programs=p) for p in (396, 528)),
+            change(block_n=8, num_stages=3, programs=528, lag=48),
             change(lag=12), change(lag=32), change(block_n=2 * base.block_n if base.block_n < 32 else 16),
             change(backoff=0), change(backoff=0, spread=1), change(backoff=20), change(backoff=300),
         ]  # fmt: skip

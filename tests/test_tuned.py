@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moe_jax.errors import InvalidArgument
-from moe_jax.pallas_kernels.experts import Tile, expert_ffn_spec, tile_for
+from moe_jax.pallas_kernels.experts import Tile, expert_ffn_spec, heuristics, tile_for
 from moe_jax.pallas_kernels.grouped_moe import Activation
 from moe_jax.pallas_kernels.prefill import (
     PrefillTile,
@@ -25,10 +25,11 @@ from moe_jax.pallas_kernels.prefill import (
 )
 from moe_jax.pallas_kernels.prefill.mosaic_kernel import MosaicTile
 from moe_jax.pallas_kernels.spec import _sources
+from moe_jax.pallas_kernels.stored import rebuild
 from moe_jax.pallas_kernels.tuned import Found, Refused, choose, lookup, source_hash, tiles, tuned_tile_for
-from moe_jax.pallas_kernels.tuned.lookup import DATA, file_name, load, same_arithmetic
+from moe_jax.pallas_kernels.tuned.lookup import DATA, arithmetic_of, file_name, load
 from moe_jax.pallas_kernels.tuned.store import write
-from moe_jax.pallas_kernels.tuned.tiles import _SOURCES, rebuild
+from moe_jax.pallas_kernels.tuned.tiles import _SOURCES
 
 ROOT = Path(__file__).parents[1]
 DEVICE = "NVIDIA H200"
@@ -166,6 +167,41 @@ def test_a_tile_with_other_fields_is_not_used(tmp_path):
     assert source.startswith("heuristic: tuned Tile: fields")
 
 
+BAD = [
+    *(("block_n", value) for value in ("64", None, {"a": 1}, [8], True, 8.0, -8, 0, 24)),
+    *((name, 0) for name in ("num_stages", "lag", "programs", "spread")),
+    *(("backoff", -1), ("ring", 1.5), ("ahead", -1)),
+]
+
+
+@pytest.mark.parametrize("fixed", [64, 128])
+@pytest.mark.parametrize(("name", "value"), BAD, ids=str)
+def test_a_tile_with_a_value_that_none_has_is_not_used(tmp_path, name, value, fixed):
+    """But what it shares with other row counts is: they run the tuned arithmetic, and so does the heuristic's tile."""
+    put(tmp_path, entry(4, block_m=fixed), entry(16, block_m=fixed, **{name: value}))
+    sizes = (8, 128, 2048, 768, "bfloat16")
+    for rows in (5, 16, 17):
+        tile, source = tuned_tile_for(rows, *sizes, DEVICE, source=SOURCE, folder=tmp_path)
+        assert tile == dataclasses.replace(tile_for(rows, *sizes), block_m=fixed)
+        assert source.startswith("heuristic: ") and (rows == 17 or f"Tile: {name}: got " in source)
+        assert fixed == 64 or source.endswith("as tuned for other calls")
+    assert tuned_tile_for(4, *sizes, DEVICE, source=SOURCE, folder=tmp_path).source.startswith("tuned data")
+
+
+@pytest.mark.parametrize("value", ["64", None, -64, 0, 48, True])
+@pytest.mark.parametrize("name", ["block_m", "block_k", "num_warps"])
+def test_what_fixes_the_arithmetic_is_checked_with_the_file(tmp_path, name, value):
+    path = put(tmp_path, entry(1))
+    content = json.loads(path.read_text())
+    content["operations"]["expert_ffn"]["entries"][0]["tile"][name] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(InvalidArgument, match=r"fields that fix the arithmetic.*wanted powers of two"):
+        load(path)
+    chosen = tuned_tile_for(16, 8, 128, 2048, 768, "bfloat16", DEVICE, source=SOURCE, folder=tmp_path)
+    assert chosen.tile == tile_for(16, 8, 128, 2048, 768, "bfloat16")
+    assert "wanted powers of two" in chosen.source
+
+
 @dataclasses.dataclass(frozen=True)
 class Inner:
     size: int
@@ -185,7 +221,7 @@ def test_nested_tiles_come_back_as_they_were(tmp_path):
     got = choose("prefill_mosaic", base, (4, 4), 8, "bfloat16", DEVICE, source=SOURCE, folder=tmp_path)
     assert got.tile == tile
     assert hash(got.tile) == hash(tile)
-    assert rebuild(Outer, json.loads(json.dumps(dataclasses.asdict(tile)))) == tile
+    assert rebuild(Outer, json.loads(json.dumps(dataclasses.asdict(tile))), "test") == tile
 
 
 @pytest.mark.parametrize(
@@ -247,7 +283,7 @@ def test_shipped_data_is_valid_and_filed_under_its_device():
         for op, operation in load(path)["operations"].items():
             assert operation["entries"], op
             for e in operation["entries"]:
-                assert rebuild(kinds[op], e["tile"]) if op in kinds else set(e["tile"]) == {"backend"}
+                assert rebuild(kinds[op], e["tile"], op) if op in kinds else set(e["tile"]) == {"backend"}
 
 
 def test_the_source_of_an_operation():
@@ -315,9 +351,10 @@ def test_C69_writers_at_once_leave_a_whole_file(tmp_path):
     assert lag in range(1, 9)
 
 
-def test_C69_a_truncated_file_is_no_crash(tmp_path):
+@pytest.mark.parametrize("how", ["cut off", "deep"])
+def test_C69_a_file_that_cannot_be_parsed_is_no_crash(tmp_path, how):
     path = put(tmp_path, entry(1))
-    path.write_text(path.read_text()[:100])
+    path.write_text(path.read_text()[:100] if how == "cut off" else "[" * 200_000)
     tile, source = tuned_tile_for(1, 8, 128, 2048, 768, "bfloat16", DEVICE, source=SOURCE, folder=tmp_path)
     assert tile == tile_for(1, 8, 128, 2048, 768, "bfloat16")
     assert source.startswith("heuristic: tuned data nvidia-h200.json: content")
@@ -352,7 +389,8 @@ def test_tiles_of_as_many_rows_a_warp_are_of_one_arithmetic(tmp_path: Path) -> N
 )
 def test_which_tiles_are_of_one_arithmetic(tile: tuple[int, ...], other: tuple[int, ...], same: bool) -> None:
     one, two = (dict(zip(("block_m", "block_k", "num_warps"), each, strict=True)) for each in (tile, other))
-    assert same_arithmetic(one, two) is same_arithmetic(two, one) is same
+    assert (arithmetic_of("expert_ffn", one) == arithmetic_of("expert_ffn", two)) is same
+    assert arithmetic_of("prefill", one) == arithmetic_of("prefill", two) == ()
 
 
 def test_one_row_keeps_to_the_arithmetic_that_was_tuned_for_other_rows(tmp_path: Path) -> None:
@@ -424,3 +462,21 @@ def test_data_of_other_row_counts_needs_no_gluon(monkeypatch: pytest.MonkeyPatch
     source_hash.cache_clear()
     assert source_hash("expert_ffn") == before
     source_hash.cache_clear()
+
+
+@pytest.mark.parametrize("lacks", ["gluon", "capability"])
+def test_tuned_data_brings_no_kernel_for_one_row_where_it_cannot_run(
+    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    sizes = (1, 8, 128, 2048, 768, "bfloat16", DEVICE)
+    one = dataclasses.replace(tile_for(*sizes[:-1]), ring=7, ahead=5)
+    written = {"shape": list(SHAPE), "dtype": "bfloat16", "tokens": 1, "tile": dataclasses.asdict(one)}
+    write(tmp_path, DEVICE, "expert_ffn", SOURCE, BUILDER, "2026-01-01", [written])
+    assert tuned_tile_for(*sizes, source=SOURCE, folder=tmp_path).tile == one
+    if lacks == "gluon":
+        monkeypatch.setattr(heuristics, "_has_gluon", lambda: False)
+    capability = 80 if lacks == "capability" else 90
+    chosen = tuned_tile_for(*sizes, capability=capability, source=SOURCE, folder=tmp_path)
+    assert chosen.tile == dataclasses.replace(one, ring=0, ahead=0)
+    assert chosen.source.startswith("tuned data")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+from ..errors import InvalidArgument
+
 MAX_ROWS = 64
 # The kernel for one row: pairs, a warp for each; reduced elements of a step; outputs of a program.
 PAIRS = 8
@@ -20,7 +22,7 @@ class Tile:
 
     Attributes:
         block_m: weight rows, block_k: reduced elements a step, num_warps: as Triton means it. These belong to the
-            arithmetic: they may depend on (H, I, dtype) only, but for `tuned.lookup.same_arithmetic`.
+            arithmetic: they may depend on (H, I, dtype) only, but for `tuned.lookup.arithmetic_of`.
         block_n: batch rows of one expert.
         num_stages: loads in flight.
         lag: blocks of gate-up that start before the first down tile.
@@ -44,6 +46,15 @@ class Tile:
     spread: int
     ring: int = 0
     ahead: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_k", "num_warps", "block_n"):
+            size = getattr(self, name)
+            if size < 1 or size & (size - 1):
+                raise InvalidArgument(name, where="Tile", got=size, wanted="a power of two")
+        for name, least in (("num_stages", 1), ("lag", 1), ("programs", 1), ("backoff", 0), ("spread", 1)):
+            if getattr(self, name) < least:
+                raise InvalidArgument(name, where="Tile", got=getattr(self, name), wanted=f"at least {least}")
 
 
 def down_split(inner: int) -> int:

@@ -68,11 +68,6 @@ def expert_ffn_spec(
         raise InvalidArgument("rows", where=where, got=tokens, wanted=f"1 to {MAX_ROWS}")
     check_float(where, dtype)
     tile = tile or tile_for(tokens, top_k, experts, hidden, inner, dtype, capability=capability)
-    if tile.lag < 1:
-        raise InvalidArgument("tile.lag", where=where, got=tile.lag, wanted="at least 1")
-    if tile.backoff < 0 or tile.spread < 1:
-        got = f"backoff={tile.backoff}, spread={tile.spread}"
-        raise InvalidArgument("tile", where=where, got=got, wanted="backoff of at least 0, spread of at least 1")
     if tile.ring:
         sizes = (tokens, top_k, experts, hidden, inner)
         return _row_spec(sizes, dtype, activation, slots, gate_up_bias, down_bias, residual, tile, pdl)

@@ -24,19 +24,26 @@ from ..errors import InvalidArgument
 
 FORMAT = 1
 DATA = Path(__file__).parent / "data"
-# Fields that fix the order of a sum, see `same_arithmetic`. One (H, I, dtype) has one arithmetic, whatever the rows: a
-# row's bits must not depend on its company.
+# Fields that fix the order of a sum, see `arithmetic_of`; all are powers of two. One (H, I, dtype) has one arithmetic,
+# whatever the rows: a row's bits must not depend on its company.
 ARITHMETIC = {"expert_ffn": ("block_m", "block_k", "num_warps")}
 
 
-def same_arithmetic(tile: Mapping[str, int], other: Mapping[str, int]) -> bool:
-    """Whether the fields of `ARITHMETIC` give equal bits: all of them equal, or steps of as many elements and 16 rows
-    for each warp, of which tests on a GPU have shown that 4 and 8 warps run the same sums.
+def arithmetic_of(op: str, tile: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What of an operation's tile fixes the order of its sums: tiles that are equal in this give equal bits.
+
+    That is the fields of `ARITHMETIC`, or only how many elements a step has where a warp has 16 rows: of 4 and of 8
+    such warps, tests on a GPU have shown that they run the same sums.
     """
-    if tile["block_k"] != other["block_k"]:
-        return False
-    one, two = ((each["block_m"], each["num_warps"]) for each in (tile, other))
-    return one == two or all(rows == 16 * warps for rows, warps in (one, two))
+    fixed = fixing(op, tile)
+    if op == "expert_ffn" and fixed["block_m"] == 16 * fixed["num_warps"]:
+        return (fixed["block_k"],)
+    return tuple(fixed.values())
+
+
+def fixing(op: str, tile: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a tile that are in `ARITHMETIC`; None for one that it does not have."""
+    return {name: tile.get(name) for name in ARITHMETIC.get(op, ())}
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ class Refused:
 
     Attributes:
         reason: in one sentence.
-        fixed: fields that the data fixes for the call's (H, I, dtype) all the same, up to `same_arithmetic`, because
+        fixed: fields that the data fixes for the call's (H, I, dtype) all the same, up to `arithmetic_of`, because
             other row counts or numbers of experts were tuned with them.
     """
 
@@ -106,8 +113,7 @@ def lookup(
         found, wanted = operation["source_hash"][:12], here[:12]
         return Refused(f"tuned data of another source: {found}…, the kernel here is {wanted}…")
     alike = [e for e in operation["entries"] if (e["shape"][:2], e["dtype"]) == (list(shape[:2]), dtype)]
-    names = ARITHMETIC.get(op, ())
-    fixed = {name: alike[0]["tile"][name] for name in names} if alike else {}
+    fixed = fixing(op, alike[0]["tile"]) if alike else {}
     mine = [e for e in alike if e["shape"] == list(shape)]
     if not mine:
         return Refused(f"no tuned data for {op} at {tuple(shape)} {dtype} on {device_kind}", fixed)
@@ -125,8 +131,8 @@ def load(path: Path) -> dict[str, Any]:
     """The content of a data file, checked whole.
 
     Raises:
-        InvalidArgument: no valid data; or entries of one (H, I, dtype) that are not of the `same_arithmetic`: then
-            nothing of the file counts.
+        InvalidArgument: no valid data; or entries of one (H, I, dtype) that differ in `arithmetic_of`: then nothing of
+            the file counts.
     """
 
     def refuse(problem: str, got: object, wanted: object) -> InvalidArgument:
@@ -134,7 +140,7 @@ def load(path: Path) -> dict[str, Any]:
 
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise refuse("content", error, "JSON") from error
     shaped = isinstance(content, dict) and isinstance(content.get("device"), str)
     if not shaped or content.get("format") != FORMAT or not isinstance(content.get("operations"), dict):
@@ -151,12 +157,11 @@ def load(path: Path) -> dict[str, Any]:
             if (*shape, dtype, tokens) in seen:
                 raise refuse(op, f"{shape} {dtype} {tokens} rows twice", "each once")
             seen.add((*shape, dtype, tokens))
-            names = ARITHMETIC.get(op, ())
-            fixed = {name: entry["tile"].get(name) for name in names}
+            fixed, where = fixing(op, entry["tile"]), f"{op} at {shape} {dtype}, {tokens} rows"
+            if not all(type(value) is int and value > 0 and value.bit_count() == 1 for value in fixed.values()):
+                raise refuse(f"fields that fix the arithmetic, {where}", fixed, "powers of two")
             common = first.setdefault((*shape[:2], dtype), fixed)
-            whole = all(type(value) is int for value in fixed.values())
-            if not whole or (names and not same_arithmetic(fixed, common)):
-                where = f"{op} at {shape} {dtype}, {tokens} rows"
+            if arithmetic_of(op, fixed) != arithmetic_of(op, common):
                 raise refuse(f"fields that fix the arithmetic, {where}", fixed, f"{common}, as for every row count")
     return content
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..stored import publish
 from .lookup import FORMAT, file_name, load
 
 
@@ -41,16 +40,7 @@ def write(
         kept = [e for e in old["entries"] if (*e["shape"], e["dtype"]) not in new]
     ordered = sorted([*kept, *entries], key=lambda e: (e["shape"], e["dtype"], e["tokens"]))
     content["operations"][op] = {"source_hash": source_hash, "builder": builder, "date": date, "entries": ordered}
-    handle, name = tempfile.mkstemp(dir=folder, prefix=path.stem, suffix=".tmp")
-    fresh = Path(name)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(_text(content))
-        load(fresh)
-        fresh.chmod(0o644)
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
+    publish(path, _text(content).encode(), load)
     return path
 
 

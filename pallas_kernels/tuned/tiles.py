@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,8 @@ from ..errors import InvalidArgument
 from ..experts.heuristics import PAIRS, ROW_DEPTH, ROW_OUTPUTS, Tile, of_device, of_one_arithmetic, tile_for
 from ..experts.specs import expert_ffn_spec
 from ..grouped_moe.activation import Activation
-from .lookup import DATA, Found, lookup, same_arithmetic
+from ..stored import rebuild
+from .lookup import DATA, Found, Refused, arithmetic_of, fixing, lookup
 
 # Files under pallas_kernels/ whose text makes data of these operations stale when it changes.
 _SOURCES: dict[str, tuple[str, ...]] = {
@@ -49,7 +49,8 @@ def choose[T](
 ) -> Chosen[T]:
     """The tuned tile of a call, else ``base``, which the heuristic gives.
 
-    Where tuned data ends, ``base`` takes over in everything but the fields that fix the arithmetic.
+    Where tuned data ends, or has a tile that is none, ``base`` takes over in everything but the fields that fix the
+    arithmetic.
 
     Args:
         base: a frozen dataclass, whose kind the tuned tile has too.
@@ -59,10 +60,11 @@ def choose[T](
     found = lookup(op, shape, tokens, dtype, device_kind, kernel, folder=folder)
     if isinstance(found, Found):
         try:
-            return Chosen(rebuild(type(base), found.tile), found.note)
+            return Chosen(rebuild(type(base), found.tile, f"tuned {type(base).__name__}"), found.note)
         except InvalidArgument as error:
-            return Chosen(base, f"heuristic: {error}")
-    if found.fixed and not same_arithmetic(dataclasses.asdict(base), found.fixed):  # pyrefly: ignore[bad-argument-type]
+            found = Refused(str(error), fixing(op, found.tile))
+    usual = dataclasses.asdict(base)  # pyrefly: ignore[bad-argument-type]
+    if found.fixed and arithmetic_of(op, usual) != arithmetic_of(op, found.fixed):
         fixed: Any = dataclasses.replace(base, **found.fixed)  # pyrefly: ignore[bad-specialization]
         return Chosen(fixed, f"heuristic: {found.reason}; {found.fixed} as tuned for other calls")
     return Chosen(base, f"heuristic: {found.reason}")
@@ -85,7 +87,9 @@ def tuned_tile_for(
     base = tile_for(tokens, top_k, experts, hidden, inner, dtype, capability=capability)
     shape = (hidden, inner, experts, top_k)
     found = choose("expert_ffn", base, shape, tokens, dtype, device_kind, source=source, folder=folder)
-    return found._replace(tile=of_device(of_one_arithmetic(found.tile), device_kind))
+    # Where the heuristic has no ring, data cannot bring one: another capability, or a Triton that lacks its language.
+    tile = found.tile if base.ring else dataclasses.replace(found.tile, ring=0, ahead=0)
+    return found._replace(tile=of_device(of_one_arithmetic(tile), device_kind))
 
 
 @functools.cache
@@ -110,24 +114,3 @@ def source_hash(op: str) -> str:
 
 def _text(name: str) -> str:
     return (Path(__file__).parents[1] / name).read_text()
-
-
-def rebuild[T](kind: type[T], values: Mapping[str, Any]) -> T:
-    """A dataclass from what ``dataclasses.asdict`` and JSON made of it: nested ones again, lists as tuples.
-
-    Raises:
-        InvalidArgument: other fields than the dataclass has.
-    """
-    names = {f.name for f in dataclasses.fields(typing.cast(Any, kind))}
-    if set(values) != names:
-        where = f"tuned {kind.__name__}"
-        raise InvalidArgument("fields", where=where, got=sorted(values), wanted=sorted(names))
-    hints = typing.get_type_hints(kind)
-
-    def value(name: str) -> Any:
-        given = values[name]
-        if isinstance(given, Mapping):
-            return rebuild(hints[name], given)
-        return tuple(given) if isinstance(given, list) else given
-
-    return kind(**{name: value(name) for name in names})
