@@ -24,14 +24,24 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/h200-kernels.json"
 
 
-def cell(shape, tokens, us, floor, peers, **more) -> dict:
+def cell(shape, tokens, us, floor, peers, *, jit=None, note=None, read=4.6, **more) -> dict:
+    """A cell whose raw launches took ``us``, and whose back ends inside jit, by name, what ``jit`` says."""
     flops = cases.flops(Shape(*shape), tokens)
-    made = {"op": "ffn", "shape": list(shape), "tokens": tokens, "us": us, "spread": us and 0.26, "floor_us": floor}
-    made |= {"ratio": us and us / floor, "tflops": us and flops / us / 1e6, "backend": us and "device graph"}
-    made |= {"builder": "triton 3.9.0", "peers": peers, "flops": flops, "bytes": floor * 4.6e6, "declined": {}}
-    return made | more
+    ours = ({"device graph": us} if us else {}) | {f"jit: {name}": time for name, time in (jit or {}).items()}
+    best = min(ours.values(), default=None)
+    made = {"op": "ffn", "shape": list(shape), "tokens": tokens, "us": best, "spread": best and 0.26, "floor_us": floor}
+    made |= {"ratio": best and best / floor, "tflops": best and flops / best / 1e6, "builder": None, "peers": peers}
+    made["backend"] = next((name for name, time in ours.items() if time == best), None)
+    measured = {**ours, **peers}.items()
+    made["measured"] = [
+        {"name": name, "us": time, "spread": 0.26, "builder": None, "note": note if name.startswith("jit") else None}
+        for name, time in measured
+    ]
+    made |= {"flops": flops, "bytes": floor * 4.6e6, "declined": {}}
+    return made | {"ceilings": {"read_tbs": read, "matmul_tflops": 800.0}} | more
 
 
+QWEN = (2048, 768, 128, 8)
 REPORT = {
     "device": "NVIDIA H200",
     "capability": "9.0",
@@ -44,31 +54,50 @@ REPORT = {
     "seed": 1,
     "stopped": None,
     "cells": [
-        cell((2048, 768, 128, 8), 1, 20.5, 16.4, {"two-launch Triton": 26.75, "jax.lax.ragged_dot": 312.0}),
-        cell((2048, 768, 128, 8), 4096, 500.0, 386.5, {}),
+        cell(QWEN, 1, 20.5, 16.4, {"two-launch Triton": 26.75, "jax.lax.ragged_dot": 312.0}, jit={"triton": 26.0}),
+        cell(QWEN, 64, 280.0, 260.0, {"two-launch Triton": 279.5}),
+        cell(QWEN, 65, 280.0, 260.0, {"two-launch Triton": 290.0}, jit={"mosaic": 334.2, "triton": 306.0}, note="late"),
+        cell(QWEN, 4096, 690.0, 386.5, {}, jit={"mosaic": 500.0}),
         cell((64, 32, 8, 2), 4096, None, 10.0, {"torch._grouped_mm": 40.0}),
     ],
 }
 MARKDOWN = """\
-| H, I, E, k | rows | floor µs | µs | ÷ floor | TFLOP/s | back end | fastest peer | times as fast |
+| H, I, E, k | rows | floor µs | engine µs | in jit µs | ÷ floor | TFLOP/s | fastest peer µs | times as fast |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
-| 2048, 768, 128, 8 | 1 | 16.4 | 20.5 ± 0.3 | 1.25 | 4 | device graph | two-launch Triton 26.8 | 1.30 |
-| 2048, 768, 128, 8 | 4,096 | 386.5 | 500.0 ± 0.3 | 1.29 | 618 | device graph | – | – |
-| 64, 32, 8, 2 | 4,096 | 10.0 | – | – | – | none can serve | torch._grouped_mm 40.0 | – |
+| 2048, 768, 128, 8 | 1 | 16.4 | 20.5 ± 0.3 | 26.0 ± 0.3 (triton) | 1.25 | 4 | two-launch Triton 26.8 | 1.305 |
+| 2048, 768, 128, 8 | 64 | 260.0 | 280.0 ± 0.3 | – | 1.08 | 17 | two-launch Triton 279.5 | 0.998 |
+| 2048, 768, 128, 8 | 65 | 260.0 | – | 306.0 ± 0.3 (triton) † | 1.18 | 16 | two-launch Triton 290.0 | 0.948 |
+| 2048, 768, 128, 8 | 4,096 | 386.5 | – | 500.0 ± 0.3 (mosaic) | 1.29 | 618 | – | – |
+| 64, 32, 8, 2 | 4,096 | 10.0 | – | – | – | – | torch._grouped_mm 40.0 | – |
 
-Measured on one NVIDIA H200, 2026-12-01, bf16: streaming read 4.60 TB/s, 8192³ matmul 800 TFLOP/s, in the same run. \
-jax 0.11.2, triton 3.6.0."""
+Measured on an NVIDIA H200 in one run, 2026-12-01, bf16: streaming read 4.60 TB/s, 8192³ matmul 800 TFLOP/s. \
+jax 0.11.2, triton 3.6.0. †: late."""
 
 
 def test_the_markdown_of_a_report():
+    """What is told of a cell is of the faster way that a user can have: no engine launches more than 64 rows."""
     assert table.markdown(REPORT) == MARKDOWN
+
+
+def test_the_table_knows_what_a_report_calls_our_contenders():
+    pytest.importorskip("triton")
+    from moe_jax.bench import contenders, launches
+
+    assert launches.contender(None, 90).name == table.ENGINE
+    assert all(member.name.startswith(table.JIT) for member in contenders.back_ends())
+
+
+def test_facts_count_the_runs_and_name_other_devices():
+    told = table.facts(REPORT | {"runs": [REPORT, REPORT | {"read_tbs": 4.5}]})
+    assert told.startswith("Measured on an NVIDIA H200 in 2 runs, 2026-12-01, bf16: streaming read 4.50 to 4.60 TB/s")
+    assert table.facts(REPORT | {"device": "Tesla T4", "cells": []}).startswith("Measured on a Tesla T4 in one run")
 
 
 def test_other_operations_get_a_table_of_their_own():
     other = {"op": "route", "shape": [2048, 128, 8], "tokens": 4, "us": 4.5, "floor_us": 1.5}
     text = table.markdown({**REPORT, "cells": [*REPORT["cells"], other]})
     assert "| route | 2048 × 128 × 8 | 4 | 1.5 | 4.5 | 3.00 |" in text
-    assert text.replace("| route", "").count("| 2048, 768, 128, 8 |") == 2
+    assert text.replace("| route", "").count("| 2048, 768, 128, 8 |") == 4
 
 
 def test_the_table_stands_between_the_markers():
@@ -137,14 +166,17 @@ def kernels_table_in(tmp_path, monkeypatch):
 def test_the_script_merges_reports_and_writes_the_readme(monkeypatch, tmp_path):
     script = kernels_table_in(tmp_path, monkeypatch)
     script.README.write_text(f"a\n{table.BEGIN}\n{table.END}\nb\n")
-    again = cell((2048, 768, 128, 8), 1, 20.0, 16.4, {})
-    second = {**REPORT, "date": "2026-12-02", "read_tbs": 4.5, "cells": [again, cell((64, 32, 8, 2), 1, 3.0, 2.0, {})]}
+    again = cell(QWEN, 1, 20.0, 16.4, {}, read=4.5)
+    other = cell((64, 32, 8, 2), 1, 3.0, 2.0, {}, read=4.5)
+    second = {**REPORT, "date": "2026-12-02", "read_tbs": 4.5, "cells": [again, other]}
     for number, report in enumerate((REPORT, second)):
         (tmp_path / f"{number}.json").write_text(json.dumps(report))
     script.main([str(tmp_path / "0.json"), str(tmp_path / "1.json")])
     made = json.loads(script.RESULTS.read_text())
     assert [(c["shape"], c["tokens"], c["us"]) for c in made["cells"]] == [
         ([2048, 768, 128, 8], 1, 20.0),
+        ([2048, 768, 128, 8], 64, 280.0),
+        ([2048, 768, 128, 8], 65, 280.0),
         ([2048, 768, 128, 8], 4096, 500.0),
         ([64, 32, 8, 2], 4096, None),
         ([64, 32, 8, 2], 1, 3.0),
@@ -152,20 +184,36 @@ def test_the_script_merges_reports_and_writes_the_readme(monkeypatch, tmp_path):
     assert made["read_tbs"] == pytest.approx(4.55)
     assert [run["read_tbs"] for run in made["runs"]] == [4.6, 4.5]
     assert script.README.read_text() == f"a\n{table.BEGIN}\n{table.markdown(made)}\n{table.END}\nb\n"
-    told = {**REPORT, "cells": [{**again, **built({"x": "triton 3"})["cells"][0]}]}
+    again["measured"][0]["builder"] = "triton 3"
+    told = {**REPORT, "cells": [again]}
     (tmp_path / "2.json").write_text(json.dumps(told))
     script.main([str(tmp_path / "2.json")])
     made = json.loads(script.RESULTS.read_text())
     text = f"{table.markdown(made)} {built_by(made)}"
-    assert "by triton 3 (x)" in text and script.README.read_text() == f"a\n{table.BEGIN}\n{text}\n{table.END}\nb\n"
+    assert "by triton 3 (device graph)" in text
+    assert script.README.read_text() == f"a\n{table.BEGIN}\n{text}\n{table.END}\nb\n"
 
 
 def test_reports_of_other_machines_are_not_merged():
-    for name in ("device", "versions"):
+    for name, other in (("device", "another"), ("versions", {"jax": "0.11.2", "triton": "3.7.0"})):
         with pytest.raises(InvalidArgument, match=name):
-            table.merged([REPORT, {**REPORT, name: "another"}])
+            table.merged([REPORT, {**REPORT, name: other}])
+    fewer = {**REPORT, "versions": {"jax": "0.11.2", "flax": "0.12.10"}}
+    assert table.merged([REPORT, fewer])["versions"] == {"jax": "0.11.2", "triton": "3.6.0", "flax": "0.12.10"}
     with pytest.raises(InvalidArgument, match="at least one"):
         table.merged([])
+
+
+def test_runs_of_merged_reports_are_those_that_a_cell_is_left_of():
+    def run(read, *cells):
+        return {**REPORT, "read_tbs": read, "cells": [cell(QWEN, rows, us, 16.4, {}, read=read) for rows, us in cells]}
+
+    two = table.merged([run(4.5, (1, 21.0)), run(4.6, (4, 70.0))])
+    assert [one["read_tbs"] for one in two["runs"]] == [4.5, 4.6]
+    three = table.merged([two, run(4.7, (1, 20.0))])
+    assert [one["read_tbs"] for one in three["runs"]] == [4.6, 4.7]
+    assert three["read_tbs"] == pytest.approx(4.65)
+    assert "in 2 runs" in table.facts(three)
 
 
 def test_the_readme_shows_the_raw_results():
@@ -298,7 +346,8 @@ def test_the_command_measures_prints_and_writes(command, monkeypatch, tmp_path):
 
 
 def test_the_command_tells_what_built_the_kernels(capsys):
-    cells = [{**REPORT["cells"][0], **built({"device graph": "triton 3.9.0"})["cells"][0]}]
+    launched, *rest = REPORT["cells"][0]["measured"]
+    cells = [REPORT["cells"][0] | {"measured": [launched | {"builder": "triton 3.9.0"}, *rest]}]
     bench_kernels._show({**REPORT, "cells": cells}, Console())
     *_, last = capsys.readouterr().out.splitlines()
     assert last.startswith("Kernels were built, as recorded, by triton 3.9.0 (device graph)")
