@@ -1,5 +1,12 @@
 """Mixture-of-Experts inference for JAX on NVIDIA GPUs.
 
+Where to start:
+
+* `load` and `Model.generate`: a checkpoint, and text from it. `Engine`: many sequences, step by step.
+* `grouped_moe`, `nnx.MoE` and `linen.MoE`: the expert layer for your own model. `explain` says what serves a call.
+* `planned_jit`: your own step, compiled ahead of time, with a reason for each compilation.
+* `errors`: what is raised, and when. The command ``moe-jax doctor`` says whether this machine is ready.
+
 Names are loaded when first used: importing the package reads no model code, no Flax and no Triton,
 and never touches a device.
 """

@@ -1,10 +1,23 @@
-"""Every error this package raises on purpose, in one place."""
+"""Every error that a user of the imported package can meet, in one place.
+
+All are `MoeJaxError` and say ``where``, what was ``got`` and what is ``wanted``:
+
+* `InvalidArgument`: the call can never work. `CannotServe`: it cannot work here, or not at present.
+* `CheckpointError`: the files of a model. `PlanChanged`: a `moe_jax.planned_jit` call needs a new program.
+* `CudaError`: a call of CUDA failed; `StickyError`: the process cannot use the device any more.
+* `StoreUnusable`: the engine was closed, or the device was lost. `NotReplayed`: ``graphs="strict"`` and no replay.
+* `RequiredStepFailed`: of `moe_jax.cache.Graphs` with required steps, which no engine makes.
+
+`SlowPathWarning` is a warning.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_jax.pallas_kernels.errors import CannotServe, InvalidArgument, MoeJaxError, SlowPathWarning
+from moe_jax.cache.outcome import NotReplayed, RequiredStepFailed, StoreUnusable
+from moe_jax.cache.runtime import StickyError
+from moe_jax.pallas_kernels.errors import CannotServe, CudaError, InvalidArgument, MoeJaxError, SlowPathWarning
 
 
 class CheckpointError(MoeJaxError, ValueError):
@@ -32,4 +45,16 @@ class PlanChanged(MoeJaxError, RuntimeError):
         self.differences = tuple(differences)
 
 
-__all__ = ["CannotServe", "CheckpointError", "InvalidArgument", "MoeJaxError", "PlanChanged", "SlowPathWarning"]
+__all__ = [
+    "CannotServe",
+    "CheckpointError",
+    "CudaError",
+    "InvalidArgument",
+    "MoeJaxError",
+    "NotReplayed",
+    "PlanChanged",
+    "RequiredStepFailed",
+    "SlowPathWarning",
+    "StickyError",
+    "StoreUnusable",
+]

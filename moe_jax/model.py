@@ -31,7 +31,7 @@ Prompts = Any  # Int[B, T] or Int[T], lists of ids, strings, chat messages: see 
 _stores: dict[tuple[Any, ...], Executables] = {}
 _stores_lock = threading.Lock()
 
-StopSpec = int | str | Sequence[int | str | Sequence[int]] | np.ndarray | None
+StopSpec = int | str | Sequence[int | str | Sequence[int]] | np.ndarray | jax.Array | None
 
 
 class Model:
@@ -163,6 +163,8 @@ class Model:
         it, which the model keeps for the next call: see ``graphs`` and `close`. What is drawn for a row depends on its
         prompt, its index in the batch, ``seed`` and the sampling options, not on the other rows.
 
+        There is no ``top_k`` here, as the jitted step has none; `Engine.prefill` takes it.
+
         Args:
             prompts: token ids ``[B, T]`` or ``[T]`` (every id counts, there is no padding in them); a list of lists
                 of ids, of any lengths; a string or a list of strings; chat messages (a list of ``{"role": …,
@@ -173,24 +175,32 @@ class Model:
             seed: of the random draws.
             stop: token ids, lists of ids, or strings, besides the config's end tokens. A row ends with the token
                 that completes one, and contains it. Strings are looked for in the decoded new text.
-            graphs: None: on a CUDA device whose model an engine can serve, as ``"on"``, else as ``"jit"``;
-                `explain_generate` says why. ``"jit"``: the jitted step. ``"on"``: an engine, whose steps are replayed
-                as device graphs from the third on. ``"off"``: an engine without graphs. ``"strict"``: it is warmed up
-                when it is made, and a step that is then no replay raises. ``"simulate"``: an engine on the host, a
-                test of the logic. The two paths sum in another order, so where two tokens are as good as equal, they
-                may take different ones.
+            graphs: what runs the steps.
+
+                * None: an engine on a CUDA device, as ``"on"``, if one can serve the model; else as ``"jit"``.
+                  `explain_generate` says which, and why.
+                * ``"on"``: an engine, which replays a step as a device graph from the third call on.
+                * ``"off"``: an engine without graphs.
+                * ``"strict"``: an engine that is warmed up when it is made; a step that is then no replay raises.
+                * ``"simulate"``: an engine on the host, slow, to test the logic.
+                * ``"jit"``: the jitted step, no engine.
+
+                An engine and the jitted step add in another order, so where two tokens are as good as equal, they may
+                take different ones.
             logprobs: also give each token's log-probability under the model itself (natural logarithm, before
                 temperature and top-p); 0 after a row's end.
             stream: give an iterator over steps instead, one ``[B]`` array for each (pairs with ``logprobs``).
 
         Returns:
-            int32 ``[B, N]`` of new tokens, N being the longest row; shorter rows are filled with `pad_token_id`.
-            With ``logprobs`` a pair with f32 ``[B, N]``. With ``stream`` an iterator of N steps.
+            int32 ``[B, N]`` of new tokens, N being the longest row. Shorter rows are filled with `pad_token_id`, which
+            the tokenizer's ``decode`` leaves out only if it is a special token. With ``logprobs`` a pair with f32
+            ``[B, N]``. With ``stream`` an iterator of N steps.
 
         Raises:
             InvalidArgument: a prompt or option that cannot be served, with what was got and wanted.
             CannotServe: ``graphs`` names what cannot be had: no CUDA device, several devices, a changed module.
-            MoeJaxError: what `Engine.step` raises; the model can be used again, as far as the engine can.
+            MoeJaxError: what `Engine.step` raises, see `moe_jax.errors`; the model can be used again, as far as the
+                engine can.
         """
         where = "generate"
         parameters = sampling(temperature, top_p, seed)
