@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,8 @@ def programs(device: jax.Device) -> dict[str, Program]:
 
     found: dict[str, Program] = {name: runs(*each) for name, each in made.items()}
     found["64 MiB to the host"] = lambda: np.asarray(words[: 2**24])
+    for program in found.values():
+        program()
     return found
 
 
@@ -72,7 +75,8 @@ def measure(shape: Shape, rows: int, folder: Path | None) -> dict[str, object]:
     device, report = measured_device(WHERE, simulated=False)
     capability = int(report["capability"].replace(".", ""))
     timer = CudaTimer(device, folder, capability)
-    rng = np.random.default_rng()
+    seed = secrets.randbelow(2**31)
+    rng = np.random.default_rng(seed)
     layer = Layer(shape, rng, device, timer.l2_bytes)
     steps = layer.steps(rng, rows, steps_for(layer, rows, timer.ceilings()))
     tile, _ = launches.shipped_tile(shape, rows, device.device_kind, capability)
@@ -84,16 +88,18 @@ def measure(shape: Shape, rows: int, folder: Path | None) -> dict[str, object]:
     def microseconds() -> float:
         return statistics.median(replay_times(graph, timer.stream, REPLAYS, warmup=1)) / len(steps)
 
-    report |= {"shape": list(shape), "rows": rows, "builder": work.builder, "after": {}}
-    for start in ("sum of 1 GiB", "check of a result"):
-        for name, program in found.items():
-            found[start]()
-            before = microseconds()
-            program()
-            after = microseconds()
-            report["after"][f"{start}, {name}"] = [before, after]
-            print(f"{start} {before:.2f} µs, then {name} {after:.2f} µs", flush=True)
-    graph.close()
+    report |= {"shape": list(shape), "rows": rows, "seed": seed, "builder": work.builder, "after": {}}
+    try:
+        for start in ("sum of 1 GiB", "check of a result"):
+            for name, program in found.items():
+                found[start]()
+                before = microseconds()
+                program()
+                after = microseconds()
+                report["after"][f"{start}, {name}"] = [before, after]
+                print(f"{start} {before:.2f} µs, then {name} {after:.2f} µs", flush=True)
+    finally:
+        graph.close()
     return report
 
 

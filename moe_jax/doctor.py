@@ -122,15 +122,15 @@ def start_devices() -> list[jax.Device]:
     """`jax.devices()`, with words where JAX has none.
 
     Raises:
-        CannotServe: JAX_PLATFORMS names only platforms that JAX has no plugin for (a bare AssertionError of JAX's).
+        CannotServe: JAX_PLATFORMS names a platform that JAX cannot start (a bare AssertionError of JAX's where it has
+            no plugin for any of them, else a RuntimeError).
     """
     try:
         return jax.devices()
-    except AssertionError as error:
+    except (AssertionError, RuntimeError) as error:
         platforms = os.environ.get("JAX_PLATFORMS", "")
-        raise CannotServe(
-            "JAX starts no device", where="jax.devices()", got=f"JAX_PLATFORMS={platforms!r}", wanted="it unset"
-        ) from error
+        got = f"JAX_PLATFORMS={platforms!r}{f'; JAX says: {error}' if str(error) else ''}"
+        raise CannotServe("JAX starts no device", where="jax.devices()", got=got, wanted="it unset") from error
 
 
 def find_driver() -> str | None:

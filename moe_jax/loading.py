@@ -92,7 +92,8 @@ def checkpoint_folder(path: str | Path | None) -> Path:
         if not Path(first).is_dir():
             return _from_hub(path)
         wanted = f"a checkpoint folder ({first!r} is a folder here, so this is taken for a path, not for a repository)"
-    raise InvalidArgument("no such folder", where="load", got=repr(str(path)), wanted=wanted)
+    problem = "a file, not a folder" if folder.is_file() else "no such folder"
+    raise InvalidArgument(problem, where="load", got=repr(str(path)), wanted=wanted)
 
 
 def _from_hub(repository: str) -> Path:

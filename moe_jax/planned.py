@@ -305,20 +305,24 @@ class PlannedFunction:
             yield
             return
         wanted, name = texts(), object()
+        with self._lock:
+            # Those of now: `clear` puts others in their place, and what a call allows that began before is no concern
+            # of calls that come after.
+            allowed, trying = self._allowed, self._trying
         try:
             with self._lock:
-                known = dict([*self._allowed.items(), *self._trying.values()])
+                known = dict([*allowed.items(), *trying.values()])
                 refused = running and known and key not in known
                 if not refused:
-                    self._trying[name] = key, wanted
+                    trying[name] = key, wanted
             if refused:
                 self._refuse(known.values(), wanted)
             yield
             with self._lock:
-                self._allowed[key] = wanted
+                allowed[key] = wanted
         finally:
             with self._lock:
-                self._trying.pop(name, None)
+                trying.pop(name, None)
 
     def _refuse(self, known: Iterable[dict[str, str]], wanted: dict[str, str]) -> NoReturn:
         """Raise `PlanChanged` with what differs from the nearest of those that may be used."""

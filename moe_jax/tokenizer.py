@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, SupportsInt
+from typing import Any, SupportsIndex
 
 from moe_jax.errors import CheckpointError, InvalidArgument
 
@@ -105,9 +106,20 @@ class Tokenizer:
             ) from error
         return self._tokenizer.encode(text, add_special_tokens=add_special).ids
 
-    def decode(self, ids: Iterable[SupportsInt], skip_special: bool = True) -> str:
-        """Text of token ids; bytes that are no character become U+FFFD."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+    def decode(self, ids: Iterable[SupportsIndex], skip_special: bool = True) -> str:
+        """Text of token ids; bytes that are no character become U+FFFD.
+
+        Raises:
+            InvalidArgument: no row of ids.
+        """
+        try:
+            row = [operator.index(i) for i in ids]
+        except TypeError as error:
+            shape = getattr(ids, "shape", None)
+            got = repr(ids)[:60] if shape is None else f"an array of shape {shape}"
+            wanted = "ids of one row, such as tokens[0] of what `generate` gives"
+            raise InvalidArgument("ids", where="Tokenizer.decode", got=got, wanted=wanted) from error
+        return self._tokenizer.decode(row, skip_special_tokens=skip_special)
 
     def token_id(self, token: str) -> int | None:
         """Id of one token, or None."""
@@ -176,9 +188,9 @@ class TextStream:
         self._context = 0  # where the ids decoded along begin
         self._shown = 0  # ids before this have had their text given out
 
-    def push(self, token: SupportsInt) -> str:
+    def push(self, token: SupportsIndex) -> str:
         """Text that this id completes, often empty."""
-        self._ids.append(int(token))
+        self._ids.append(operator.index(token))
         text = self._new_text()
         if not text or text.endswith(_REPLACEMENT):
             return ""

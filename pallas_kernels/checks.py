@@ -38,3 +38,9 @@ def check_dtype(where: str, name: str, array: Any, wanted: Sequence[Any]) -> Non
     names = [np.dtype(dtype).name for dtype in wanted]
     if array.dtype.name not in names:
         raise InvalidArgument(f"dtype of {name}", where=where, got=array.dtype.name, wanted=" or ".join(names))
+
+
+def check_kind(where: str, name: str, value: Any, wanted: type) -> None:
+    """Require an instance of a class of ours."""
+    if not isinstance(value, wanted):
+        raise InvalidArgument(f"type of {name}", where=where, got=type(value).__name__, wanted=wanted.__name__)

@@ -221,11 +221,12 @@ def test_this_gpu_is_usable():
     assert devices.choose(devices.DeviceName.cuda).platform == "gpu"
 
 
+@pytest.mark.parametrize("platforms", ["cuda", "nothing"])
 @pytest.mark.parametrize("command", [["doctor"], ["info"], ["decode"], ["decode", "--device", "cuda"]])
-def test_a_platform_without_a_plugin_is_named(command: list[str]) -> None:
+def test_a_platform_without_a_plugin_is_named(command: list[str], platforms: str) -> None:
     if doctor.find_driver() is not None:
         pytest.skip("this machine has an NVIDIA driver")
-    environment = os.environ | {"JAX_PLATFORMS": "cuda"}
+    environment = os.environ | {"JAX_PLATFORMS": platforms}
     run = subprocess.run(
         [sys.executable, "-m", "moe_jax", *command], capture_output=True, text=True, cwd=ROOT, env=environment
     )

@@ -226,3 +226,15 @@ def test_C117_refusals_name_both_values(call, got: str, wanted: str) -> None:
     assert str(caught.value.got) in str(caught.value)
     assert str(caught.value.wanted) in str(caught.value)
     assert caught.value.where
+
+
+def test_configs_of_other_types_are_refused_where_they_are_given() -> None:
+    router = RouterConfig(experts=4, top_k=2)
+    for wrong, refused in (
+        (lambda: MoEConfig(router=8, activation=SWIGLU), "MoEConfig: type of router: got int, wanted RouterConfig"),
+        (lambda: MoEConfig(router=router, activation="swiglu"), "MoEConfig: type of activation: got str"),
+        (lambda: RouterConfig(experts=4, top_k=2, renormalize="no"), "RouterConfig: type of renormalize: got 'no'"),
+        (lambda: route(jnp.zeros((1, 4)), MoEConfig(router=router, activation=SWIGLU)), "route: type of config"),
+    ):
+        with pytest.raises(InvalidArgument, match=refused):
+            wrong()

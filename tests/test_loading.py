@@ -136,6 +136,12 @@ def test_paths_are_not_taken_for_repositories(path, hub):
     assert hub.calls == []
 
 
+def test_a_file_is_named_as_one(hub):
+    with pytest.raises(InvalidArgument, match="load: a file, not a folder"):
+        checkpoint_folder(__file__)
+    assert hub.calls == []
+
+
 def test_a_path_through_a_folder_that_is_here_is_not_a_repository(hub):
     Path("models").mkdir()
     with pytest.raises(

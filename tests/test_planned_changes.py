@@ -118,6 +118,27 @@ def test_a_fingerprint_that_another_call_is_compiling_counts_until_that_has_fail
 TRANSPOSED = Format(AxisOrder((1, 0)), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 
 
+def test_a_call_that_began_before_clear_allows_nothing_after_it():
+    begun, go_on = threading.Event(), threading.Event()
+
+    def step(x):
+        if x.shape == (3,):
+            begun.set()
+            assert go_on.wait(30)
+        return x + 1
+
+    planned = planned_jit(step, plan="v1", on_change="raise")
+    thread = threading.Thread(target=planned, args=(jnp.ones(3),))
+    thread.start()
+    assert begun.wait(30)
+    planned.clear()
+    go_on.set()
+    thread.join()
+    assert planned(jnp.ones(4)).shape == (4,)
+    with pytest.raises(PlanChanged):
+        planned(jnp.ones(5))
+
+
 def test_a_prepared_order_of_axes_counts():
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     usual, transposed = on(0, jnp.asarray(x)), jax.device_put(x, TRANSPOSED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Fast
@@ -46,6 +47,10 @@ def test_encode_and_decode(tokenizer):
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode(ids, skip_special=False) == "<s>" + text
     assert tokenizer.special == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert tokenizer.decode(np.asarray(ids, np.int32)) == text
+    for rows in (np.asarray([ids], np.int32), "abc", [1.5], 3):
+        with pytest.raises(InvalidArgument, match=r"Tokenizer\.decode: ids"):
+            tokenizer.decode(rows)
     assert tokenizer.token_id("</s>") == 257 and tokenizer.token_id("nothing") is None
 
 

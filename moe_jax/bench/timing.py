@@ -129,7 +129,7 @@ class CudaTimer:
         cuda.set_current()
         self.stream = cuda.create_stream()
         self.l2_bytes = cuda.properties.l2_cache_size
-        self._words = jax.device_put(jnp.zeros(SETTLING_WORDS, jnp.int32), device)
+        self._words = jnp.zeros(SETTLING_WORDS, jnp.int32, device=device)
         self._pass = jax.jit(jnp.sum)
 
     def time(self, work: Work) -> Timing:

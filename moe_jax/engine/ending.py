@@ -155,7 +155,10 @@ def _engine_gone(owned: Owned) -> None:
         _thread.start_new_thread(_drop, (owned, done))
     except RuntimeError:
         return  # no more threads: the next engine or the end of the process does it
-    done.acquire(timeout=SECONDS)
+    try:
+        done.acquire(timeout=SECONDS)
+    except KeyboardInterrupt:
+        _thread.interrupt_main()  # from a finalizer it would go nowhere
 
 
 def _drop(owned: Owned, done: threading.Lock) -> None:

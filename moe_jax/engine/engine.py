@@ -36,7 +36,7 @@ from .ending import Owned, close_dropped
 from .generating import columns
 from .host import compiled_reference
 from .memory import WEIGHTS, Memory, Weights, place_all
-from .options import PAGE_SIZE, check_bounds, check_count, check_packages, cuda_runtime, token_limit
+from .options import PAGE_SIZE, check_bounds, check_count, check_packages, check_page_size, cuda_runtime, token_limit
 from .prompts import LONG, Prompts
 from .rows import row_block
 from .sequences import Generation, Places, Sequence
@@ -111,7 +111,7 @@ class Engine:
         config = model.config
         max_sequences = check_count(where, "max_sequences", max_sequences, MAX_ROWS)
         max_tokens = check_count(where, "max_tokens", max_tokens, config.max_positions)
-        page_size = check_count(where, "page_size", page_size, 1 << 16)
+        page_size = check_page_size(where, page_size)
         chunk = check_count(where, "chunk", chunk, MAX_ROWS)
         if long_prompts is not None:
             long_prompts = check_count(where, "long_prompts", long_prompts, 1 << 31)

@@ -31,6 +31,18 @@ def check_count(where: str, name: str, value: Any, most: int) -> int:
     return operator.index(value)
 
 
+def check_page_size(where: str, value: Any) -> int:
+    """A power of two up to 65536.
+
+    Raises:
+        InvalidArgument: anything else.
+    """
+    size = check_count(where, "page_size", value, 1 << 16)
+    if size & (size - 1):
+        raise InvalidArgument("page_size", where=where, got=size, wanted="a power of two")
+    return size
+
+
 def check_bounds(where: str, graphs: Mode, steps: Mapping[int, LaunchList], max_entries: int, max_bytes: int) -> None:
     """Refuse bounds within which the graphs of all decode buckets do not fit side by side.
 
@@ -79,7 +91,7 @@ def check_packages(where: str) -> None:
         CannotServe: Triton is not installed.
     """
     if importlib.util.find_spec("triton") is None:
-        wanted = "jax-triton, as the extras test, cuda12 and cuda13 have it; it needs no GPU"
+        wanted = "jax-triton (`pip install jax-triton`), which needs no GPU; the extras cuda12 and cuda13 have it"
         raise CannotServe("packages", where=where, got="no triton", wanted=wanted)
 
 

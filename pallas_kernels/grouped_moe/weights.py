@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..checks import check_dtype, check_shape
+from ..checks import check_dtype, check_kind, check_shape
 from ..errors import InvalidArgument
 from ..route.config import RouterConfig
 from .activation import Activation
@@ -17,10 +17,18 @@ from .activation import Activation
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Everything static about one MoE layer: how rows are routed and what an expert computes."""
+    """Everything static about one MoE layer: how rows are routed and what an expert computes.
+
+    Raises:
+        InvalidArgument: a part of another type.
+    """
 
     router: RouterConfig
     activation: Activation
+
+    def __post_init__(self) -> None:
+        check_kind("MoEConfig", "router", self.router, RouterConfig)
+        check_kind("MoEConfig", "activation", self.activation, Activation)
 
 
 @jax.tree_util.register_dataclass

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from ..as_operation import as_operation, copy_refusal, kernel_refusal
-from ..checks import FLOATS, check_dtype, check_shape
+from ..checks import FLOATS, check_dtype, check_kind, check_shape
 from ..dispatch import Backend, Operation, sharding_refusal
 from ..errors import InvalidArgument
 from . import reference
@@ -46,10 +46,11 @@ def route(
         to the lower id. A row of NaN gets distinct valid ids and NaN weights; other rows are untouched.
 
     Raises:
-        InvalidArgument: wrong shape or dtype, or an unknown back end.
+        InvalidArgument: wrong type, shape or dtype, or an unknown back end.
         CannotServe: sharded arguments outside ``shard_map``.
     """
     where = "route"
+    check_kind(where, "config", config, RouterConfig)
     check_dtype(where, "logits", logits, (jnp.float32,))
     check_shape(where, "logits", logits, ("T", config.experts))
     if selection_bias is not None:

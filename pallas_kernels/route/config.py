@@ -58,6 +58,7 @@ class RouterConfig:
         for name in ("experts", "top_k", "groups", "groups_kept"):
             value = getattr(self, name)
             check(type(value) is int, f"type of {name}", repr(value), "an int")
+        check(type(self.renormalize) is bool, "type of renormalize", repr(self.renormalize), "True or False")
         check(math.isfinite(self.scaling_factor), "scaling_factor", self.scaling_factor, "a finite number")
         check(self.experts >= 1, "experts", self.experts, "at least 1")
         check(1 <= self.top_k <= self.experts, "top_k", self.top_k, f"1 to experts={self.experts}")

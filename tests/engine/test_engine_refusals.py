@@ -114,7 +114,7 @@ def test_an_engine_without_triton_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "triton" else found(name, *more)
     )
-    with pytest.raises(CannotServe, match="got no triton, wanted jax-triton, as the extras test"):
+    with pytest.raises(CannotServe, match=r"got no triton, wanted jax-triton \(`pip install jax-triton`\)"):
         Engine(tiny_model(MAIN), max_sequences=1, max_tokens=8, graphs="simulate")
 
 
