@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from engines import COUNT, MAIN, OPTIONS, PROMPTS, expected, last
-from interrupts import interrupted, named, places
 
+from interrupts import interrupted, named, places
 from moe_jax.engine import Engine, generating
 from moe_jax.engine.prompts import Prompts
 from moe_jax.engine.sequences import Generation, Places, Sequence
