@@ -28,6 +28,7 @@ from moe_jax.bench.layer import Layer
 from moe_jax.bench.run import steps_for
 from moe_jax.bench.timing import CudaTimer
 from moe_jax.cli.measuring import check_folder, measured_device, write
+from moe_jax.pallas_kernels.device import capability_of_device
 from moe_jax.pallas_kernels.launcher import capture, replay_times
 
 WHERE = "settling"
@@ -73,7 +74,7 @@ def measure(shape: Shape, rows: int, folder: Path | None) -> dict[str, object]:
         CannotServe: there is no GPU.
     """
     device, report = measured_device(WHERE, simulated=False)
-    capability = int(report["capability"].replace(".", ""))
+    capability = capability_of_device(device)
     timer = CudaTimer(device, folder, capability)
     seed = secrets.randbelow(2**31)
     rng = np.random.default_rng(seed)

@@ -38,6 +38,7 @@ from moe_jax.bench.run import ERROR_BOUND, steps_for
 from moe_jax.bench.search import Outcome, Trial, best_common, search
 from moe_jax.bench.timing import Clock, CudaTimer, Timer
 from moe_jax.errors import CannotServe, InvalidArgument
+from moe_jax.pallas_kernels.device import capability_of_device
 from moe_jax.pallas_kernels.launcher import median_and_spread
 from moe_jax.pallas_kernels.route import Routing
 from moe_jax.pallas_kernels.tuned import source_hash, store
@@ -200,7 +201,7 @@ def main() -> None:
     shapes = [parse_shape(text) for text in args.shape] or default_shapes()
     rows = parse_rows(args.rows) if args.rows else BUCKETS if args.op == "expert_ffn" else PREFILL_ROWS
     device = jax.devices("gpu")[0]
-    capability = int(device.compute_capability.replace(".", ""))
+    capability = capability_of_device(device)
     folder = args.cubins or Path(tempfile.mkdtemp())
     written = None
     if args.op == "expert_ffn":

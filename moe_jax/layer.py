@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from moe_jax.pallas_kernels.checks import check_kind
 from moe_jax.pallas_kernels.errors import InvalidArgument
 from moe_jax.pallas_kernels.grouped_moe import ExpertWeights, MoEConfig, SharedExpert, grouped_moe
 from moe_jax.pallas_kernels.route import router_logits
@@ -66,8 +67,7 @@ def parameter_shapes(
     Raises:
         InvalidArgument: a size below 1, or a gate for a shared expert that is not there.
     """
-    if not isinstance(config, MoEConfig):
-        raise InvalidArgument("type of config", where=where, got=type(config).__name__, wanted="MoEConfig")
+    check_kind(where, "config", config, MoEConfig)
     sizes = {"features": features, "hidden_features": hidden_features, "shared_features": shared_features}
     for name, size in sizes.items():
         if size is not None and size < 1:

@@ -1,4 +1,4 @@
-"""Files of kernels and of tuned data: published whole, and checked when they are read."""
+"""Files of kernels, of tuned data and of reports: published whole, and checked when they are read."""
 
 from __future__ import annotations
 

@@ -482,7 +482,7 @@ def test_the_whole_command_on_a_simulated_device(command, monkeypatch, tmp_path)
     lines = err.splitlines()
     assert lines[1].startswith("[0/4] tiny: 2 of 2 layers, 0.0 GB")
     assert [line[:5] for line in lines[2:]] == ["[1/4]", "[2/4]", "[3/4]", "[4/4]"]
-    assert not list(tmp_path.glob("*.part"))
+    assert not list(tmp_path.glob("*.part")) and not list(tmp_path.glob("*.tmp"))
     assert decode.positions() == WARM + 2 * STEPS + decode_engine.ALONE + decode_engine.WATCHED + 3
 
 

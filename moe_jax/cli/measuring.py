@@ -19,6 +19,7 @@ from rich.text import Text
 from moe_jax import __version__, doctor
 from moe_jax.cache import Runtime, SimulatedRuntime
 from moe_jax.errors import CannotServe, InvalidArgument
+from moe_jax.pallas_kernels.stored import publish
 
 SIMULATED_BYTES = 1 << 30  # of a simulated device; the host gives only what is touched
 
@@ -96,9 +97,7 @@ def write(path: Path | None, report: Mapping[str, Any]) -> None:
     """Replace the file as a whole: a run that is cut off leaves the report of the cell before."""
     if path is None:
         return
-    fresh = path.with_name(f"{path.name}.part")
-    fresh.write_text(json.dumps(report, indent=1) + "\n")
-    fresh.replace(path)
+    publish(path, f"{json.dumps(report, indent=1)}\n".encode())
 
 
 def draw(console: Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

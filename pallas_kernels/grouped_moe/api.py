@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from ..checks import FLOATS, check_dtype, check_shape
+from ..checks import FLOATS, check_dtype, check_kind, check_shape
 from ..dispatch import Backend, Choice, Operation, sharding_refusal
 from ..errors import InvalidArgument
 from ..route import Routing, route
@@ -93,8 +93,7 @@ def explain(
 
 def _check(x, routing, weights, config, selection_bias) -> None:
     where = "grouped_moe"
-    if not isinstance(config, MoEConfig):
-        raise InvalidArgument("type of config", where=where, got=type(config).__name__, wanted="MoEConfig")
+    check_kind(where, "config", config, MoEConfig)
     check_dtype(where, "x", x, FLOATS)
     check_weights(where, weights, config, x.dtype)
     hidden = weights.down.shape[1]

@@ -81,8 +81,7 @@ def check_weights(where: str, weights: ExpertWeights, config: MoEConfig, dtype: 
     Raises:
         InvalidArgument: naming the array, its shape or dtype, and the one wanted.
     """
-    if not isinstance(weights, ExpertWeights):
-        raise InvalidArgument("type of weights", where=where, got=type(weights).__name__, wanted="ExpertWeights")
+    check_kind(where, "weights", weights, ExpertWeights)
     act = config.activation
     check_shape(where, "weights.down", weights.down, ("E", "H", "I"))
     experts, hidden, inner = weights.down.shape

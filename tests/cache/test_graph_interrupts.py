@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from toy_step import World, manifest, step_launches, weights
 
+from interrupts import interrupted, named, places
 from moe_jax.cache import store
 from moe_jax.cache.graphs import Graphs
 from moe_jax.cache.outcome import Reason
@@ -28,34 +28,6 @@ from moe_jax.pallas_kernels.errors import CudaError
 ROWS = 2
 
 
-class Interrupted(BaseException):
-    pass
-
-
-def interrupted(function: Any, line: int, call: Callable[[], object]) -> None:
-    """Make a call, and interrupt it before it first runs a line of a function, by its number there."""
-    code, found = function.__code__, False
-    at = code.co_firstlineno + line
-
-    def trace(frame, event, _):
-        nonlocal found
-        if frame.f_code is not code:
-            return None
-        if event == "line" and frame.f_lineno == at and not found:
-            found = True
-            raise Interrupted
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except Interrupted:
-        pass
-    finally:
-        sys.settrace(before)
-
-
 def interrupted_on_return(world: World, call: str, number: int, act: Callable[[], object]) -> bool:
     """Act, and interrupt it when a call of the device has returned, one of several of that name. Whether it came."""
     real, left = getattr(world.runtime, call), number
@@ -64,14 +36,14 @@ def interrupted_on_return(world: World, call: str, number: int, act: Callable[[]
         nonlocal left
         result, left = real(*arguments), left - 1
         if left == -1:
-            raise Interrupted
+            raise KeyboardInterrupt
         return result
 
     setattr(world.runtime, call, returning)
     try:
         act()
         return False
-    except Interrupted:
+    except KeyboardInterrupt:
         return True
     finally:
         setattr(world.runtime, call, real)
@@ -102,43 +74,29 @@ def watch_memory(world: World, monkeypatch) -> None:
     monkeypatch.setattr(type(world.runtime), "_execute", execute)
 
 
-def lines(*functions: Any) -> list[tuple[Any, int]]:
-    """Every line that runs."""
-    found = []
-    for function in functions:
-        code = function.__code__
-        numbers = {number - code.co_firstlineno for *_, number in code.co_lines() if number}
-        found += [(function, number) for number in sorted(numbers - {0})]
-    return found
-
-
-def named(value: Any) -> str:
-    return getattr(value, "__qualname__", str(value))
-
-
-NEW = lines(
+NEW = places(
     *(Runner._instantiated, Runner._upload_and_launch, Runner._commit, Runner._recorded, Runner._set_event),
     *(GraphStore.own, GraphStore.keep, GraphStore.destroy),
 )
 PLACES = {
-    "direct": lines(Runner._direct, Runner._launch_direct, Runner.finish, Runner._recorded),
-    "staged": lines(Runner._direct, Runner._launch_direct, Runner.finish),
-    "capture": lines(Runner._capture, Runner._record) + NEW,
-    "update": lines(Runner._update, GraphStore.take) + NEW,
-    "update anew": lines(Runner._update, Runner._instantiated, GraphStore.own, GraphStore.destroy),
-    "replay": lines(Runner._replay, Runner._recorded, Runner._set_event),
+    "direct": places(Runner._direct, Runner._launch_direct, Runner.finish, Runner._recorded),
+    "staged": places(Runner._direct, Runner._launch_direct, Runner.finish),
+    "capture": places(Runner._capture, Runner._record) + NEW,
+    "update": places(Runner._update, GraphStore.take) + NEW,
+    "update anew": places(Runner._update, Runner._instantiated, GraphStore.own, GraphStore.destroy),
+    "replay": places(Runner._replay, Runner._recorded, Runner._set_event),
     # Another graph is retired before, by or in the step.
-    "refused": lines(Runner._admit_direct, GraphStore.retire, Graphs._observe),
-    "swept": lines(GraphStore.sweep, GraphStore.forget, GraphStore.retire, Graphs._observe),
-    "put off": lines(GraphStore.put_off, GraphStore.destroy_one, GraphStore._unowned, GraphStore.destroy),
-    "room": lines(GraphStore.make_room, GraphStore._unowned, GraphStore.destroy),
-    "eviction": lines(
+    "refused": places(Runner._admit_direct, GraphStore.retire, Graphs._observe),
+    "swept": places(GraphStore.sweep, GraphStore.forget, GraphStore.retire, Graphs._observe),
+    "put off": places(GraphStore.put_off, GraphStore.destroy_one, GraphStore._unowned, GraphStore.destroy),
+    "room": places(GraphStore.make_room, GraphStore._unowned, GraphStore.destroy),
+    "eviction": places(
         GraphStore.make_room, GraphStore._evict, GraphStore.forget, GraphStore.retire, GraphStore.destroy
     ),
-    "out of date": lines(
+    "out of date": places(
         Graphs._observe, GraphStore.make_room, GraphStore._unowned, GraphStore.retire, GraphStore.destroy
     ),
-    "taken along": lines(Runner.run, GraphStore.destroy_one, GraphStore._unowned, GraphStore.destroy),
+    "taken along": places(Runner.run, GraphStore.destroy_one, GraphStore._unowned, GraphStore.destroy),
 }
 RETIRING = ("refused", "swept", "put off", "room", "eviction", "out of date", "taken along")
 CASES = [(kind, *place) for kind, places in PLACES.items() for place in places]
@@ -319,7 +277,7 @@ def test_growth_that_stops_when_copies_are_queued_waits_for_them(error, monkeypa
     assert world.step(ROWS, launches=step_launches(ROWS, layers=1)).kind == "replay"
 
 
-@pytest.mark.parametrize(("function", "line"), lines(Graphs.grow), ids=named)
+@pytest.mark.parametrize(("function", "line"), places(Graphs.grow), ids=named)
 def test_what_growth_has_queued_keeps_its_memory_whichever_line_is_interrupted(function, line, monkeypatch):
     world = World(layers=1)
     watch_memory(world, monkeypatch)
