@@ -133,15 +133,15 @@ def prefill(rng: np.random.Generator) -> Iterator[Case]:
     yield "grouping 20000 pairs", [Launch(spec) for spec in plan_specs(2500, 8, 64, 64)], ids(rng, 2500, 64, 8)
 
 
-def rows_for_mosaic(rng: np.random.Generator) -> Iterator[Case]:
+def blocks_for_mosaic(rng: np.random.Generator) -> Iterator[Case]:
     from moe_jax.pallas_kernels.prefill import plan_specs
-    from moe_jax.pallas_kernels.prefill.mosaic import STEP, copy_rows_spec, mosaic_tile_for
+    from moe_jax.pallas_kernels.prefill.mosaic import STEP, blocks_spec, mosaic_tile_for
 
     tile = mosaic_tile_for(70 * TOP_K, EXPERTS)
     launches = [Launch(spec) for spec in plan_specs(70, TOP_K, EXPERTS, STEP)]
-    copy = copy_rows_spec(70, TOP_K, EXPERTS, HIDDEN, tile, dtype="float16")
-    launches.append(Launch(copy, {"used_ptr": "used_blocks"}))
-    yield "70 rows float16", launches, ids(rng, 70)
+    table = blocks_spec(70 * TOP_K, EXPERTS, tile)
+    launches.append(Launch(table, {"units_ptr": "expert_blocks_ptr", "used_ptr": "used_blocks"}))
+    yield "70 rows", launches, ids(rng, 70)
 
 
 def route(rng: np.random.Generator) -> Iterator[Case]:
@@ -273,7 +273,7 @@ STEPS: dict[str, tuple[Callable[[np.random.Generator], Iterable[Case]], set[str]
         prefill,
         {"prefill.plan_specs", "prefill.gate_up_spec", "prefill.down_spec", "prefill.combine_spec"},
     ),
-    "rows_for_mosaic": (rows_for_mosaic, {"prefill.copy_rows_spec"}),
+    "blocks_for_mosaic": (blocks_for_mosaic, {"prefill.blocks_spec"}),
     "route": (route, {"route.route_spec", "route.route_logits_spec"}),
     "linear": (linear, {"linear.linear_spec"}),
     "kv_append": (kv_append, {"kv_append.kv_append_spec"}),

@@ -1,7 +1,7 @@
 """Experts' feed-forward block for many rows with Mosaic GPU kernels (sm_90), inside ``jax.jit``.
 
-Plan, rows copied into planned order, gate-up with its activation, down, sum over a token's pairs: five launches or
-seven. Rows are copied because the tensor copy engine of sm_90 cannot gather.
+Plan, its table of blocks, gate-up with its activation, down, sum over a token's pairs: five launches or seven. Gate-up
+gathers its rows by the plan; what it writes, down reads in order.
 """
 
 from __future__ import annotations
@@ -18,58 +18,48 @@ from ..device import device_of, multiprocessors
 from ..dispatch import OutOfScope
 from ..grouped_moe.weights import ExpertWeights, MoEConfig
 from ..in_jit import call
-from ..plan.specs import block_count, power_of_two
+from ..plan.specs import power_of_two
 from ..route import Routing
 from ..spec import Argument, KernelSpec
 from ..tuned import Chosen, choose
 from .mosaic_kernel import DEPTH, STEP, MosaicTile, grouped_matmul
-from .specs import MAX_PAIRS, row_piece
+from .specs import MAX_PAIRS
 from .steps import combine, plan
 
 MIN_ROWS = 65
 
 
-def copy_rows_spec(tokens: int, top_k: int, experts: int, hidden: int, tile: MosaicTile, *, dtype: str) -> KernelSpec:
-    """``x`` in planned order, and the table of a tile's blocks.
+def blocks_spec(pairs: int, experts: int, tile: MosaicTile) -> KernelSpec:
+    """The table of a tile's blocks.
 
-    Inputs, in order: ``x`` ``[T, H]``; ``block_row`` int32 ``[N]`` and ``place`` int32 ``[T, k]`` of a plan
-    with blocks of `STEP` places. Outputs: ``sorted`` ``[N * STEP, H]``, padding not written; ``blocks`` int32
-    ``[B, 5]`` as `grouped_matmul` takes them, of which ``used`` int32 ``[1]`` are written.
+    Input: ``units`` int32 ``[E]``, blocks of each expert in a plan with blocks of `STEP` places. Outputs: ``blocks``
+    int32 ``[B, 5]`` as `grouped_matmul` takes them, of which ``used`` int32 ``[1]`` are written.
     """
-    from .mosaic_rows_triton import copy_rows
+    from .mosaic_blocks_triton import table_of_blocks
 
-    units = block_count(tokens, top_k, experts, STEP)
-    blocks = table_size(tokens * top_k, experts, tile)
-    columns, _ = row_piece(hidden, dtype)
+    blocks, at_once = table_size(pairs, experts, tile), 128
     return KernelSpec(
-        name="prefill_copy_rows",
-        function=copy_rows,
+        name="prefill_blocks",
+        function=table_of_blocks,
         arguments=(
-            Argument("x_ptr", dtype, (tokens, hidden), "in"),
-            Argument("block_row_ptr", "int32", (units,), "in"),
-            Argument("place_ptr", "int32", (tokens, top_k), "in"),
-            Argument("sorted_ptr", dtype, (units * STEP, hidden), "out"),
+            Argument("units_ptr", "int32", (experts,), "in"),
             Argument("blocks_ptr", "int32", (blocks, 5), "out"),
             Argument("used_ptr", "int32", (1,), "out"),
         ),
         constexprs=(
-            ("TOP_K", top_k),
-            ("UNITS", units),
-            ("UNITS_AT_ONCE", max(32, min(4096, power_of_two(units)))),
+            ("EXPERTS", experts),
             ("EXPERTS_POW2", max(32, power_of_two(experts))),
             ("PER_BLOCK", tile.rows // STEP),
             ("GROUP", tile.group),
             ("BLOCKS", blocks),
-            ("BLOCKS_AT_ONCE", max(32, min(2048, power_of_two(blocks)))),
-            ("HIDDEN", hidden),
-            ("COLUMNS", columns),
+            ("AT_ONCE", at_once),
         ),
-        grid=(1 + tokens * -(-hidden // columns), 1, 1),
-        num_warps=4,  # also for rows of fewer bytes: the table of blocks stands in one program's registers
+        grid=(-(-blocks // at_once), 1, 1),
+        num_warps=4,
         num_stages=1,
         enable_fp_fusion=False,
         pdl=False,
-        reference=functools.partial(reference_copy, experts=experts, tile=tile),
+        reference=functools.partial(reference_blocks, pairs=pairs, tile=tile),
     )
 
 
@@ -79,28 +69,18 @@ def table_size(pairs: int, experts: int, tile: MosaicTile) -> int:
     return tile.group * ((pairs + most * STEP) // at_once + most)
 
 
-def reference_copy(
-    x: Float[Array, "T H"],
-    block_row: Int32[Array, " N"],
-    place: Int32[Array, "T k"],
-    *,
-    experts: int,
-    tile: MosaicTile,
-) -> tuple[Array, Array, Array]:
-    """`copy_rows_spec` in `jax.numpy`; what the kernel leaves unwritten is 0 here."""
-    row, (tokens, top_k) = jnp.asarray(block_row), place.shape
-    places = jnp.where(jnp.asarray(place) < 0, row.size * STEP, jnp.asarray(place)).reshape(-1)
-    ordered = jnp.zeros((row.size * STEP, x.shape[1]), x.dtype)
-    ordered = ordered.at[places].set(jnp.repeat(jnp.asarray(x), top_k, 0), mode="drop")
-    units = (row[:, None] == jnp.arange(experts)).sum(0, dtype=jnp.int32)
+def reference_blocks(units: Int32[Array, " E"], *, pairs: int, tile: MosaicTile) -> tuple[Array, Array]:
+    """`blocks_spec` in `jax.numpy`; what the kernel leaves unwritten is 0 here."""
+    units = jnp.asarray(units)
+    experts = units.shape[0]
     count = tile.group * -(-units // (tile.rows // STEP * tile.group))
     last = jnp.cumsum(count)
-    size = table_size(tokens * top_k, experts, tile)
+    size = table_size(pairs, experts, tile)
     owner = (last[None, :] <= jnp.arange(size)[:, None]).sum(1, dtype=jnp.int32)
     at = jnp.minimum(owner, experts - 1)
     table = jnp.stack([at, (last - count)[at], count[at], (jnp.cumsum(units) - units)[at], units[at]], 1)
     table = jnp.where((owner < experts)[:, None], table, 0).astype(jnp.int32)
-    return ordered, table, last[-1:].astype(jnp.int32)
+    return table, last[-1:].astype(jnp.int32)
 
 
 def mosaic_tile_for(pairs: int, experts: int) -> MosaicTile:
@@ -163,21 +143,21 @@ def ffn(
     Raises:
         InvalidArgument: more than `MAX_PAIRS` pairs.
     """
-    tokens, hidden = x.shape
+    tokens = x.shape[0]
     experts = weights.down.shape[0]
     top_k = routing.ids.shape[1]
     tile = tile or chosen_tile(x, routing, weights.down.shape).tile
     planned = plan(routing.ids, experts, STEP)
-    spec = _copy_rows_spec(tokens, top_k, experts, hidden, tile, dtype=x.dtype.name)
-    ordered, blocks, used = call(spec, (x, planned.block_row, planned.place))
+    blocks, used = call(_blocks_spec(tokens * top_k, experts, tile), (planned.blocks,))
     inner_rows = grouped_matmul(
-        ordered, weights.gate_up, weights.gate_up_bias, blocks, used, activation=config.activation, tile=tile
-    )
+        x, weights.gate_up, weights.gate_up_bias, blocks, used,
+        activation=config.activation, tile=tile, pair=planned.block_pair.reshape(-1), top_k=top_k,
+    )  # fmt: skip
     pair = grouped_matmul(inner_rows, weights.down, weights.down_bias, blocks, used, activation=None, tile=tile)
     return combine(pair, planned.place, routing.weights, residual)
 
 
-_copy_rows_spec = functools.cache(copy_rows_spec)
+_blocks_spec = functools.cache(blocks_spec)
 
 
 def refusal(x: Any, routing: Any, weights: Any, config: MoEConfig) -> str | None:

@@ -1,9 +1,9 @@
 """Grouped matmul of sorted rows with TMA and wgmma (sm_90), an activation fused into its end.
 
 Weights are the M operand and batch rows the N operand: wgmma takes any multiple of 8 as N, so a tile is cut to the
-rows its expert has. One warp loads, two warpgroups multiply; each of those holds 64 weight rows of two slabs, so that
-gate and up of an output stand in the same registers. Two programs of a cluster may take two blocks of one expert and
-load its weights once for both.
+rows its expert has. One warpgroup loads, two multiply; each of those holds 64 weight rows of two slabs, so that gate
+and up of an output stand in the same registers. Two programs of a cluster may take two blocks of one expert and load
+its weights once for both. How batch rows are loaded is in `mosaic_rows`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
+from ..errors import InvalidArgument
 from ..grouped_moe.activation import Activation
+from .mosaic_rows import AT_ONCE, DEPTH, Gathered, InOrder, Rows
 
 SLAB = 128
 """Weight rows of a slab; a tile has two slabs."""
-DEPTH = 64
-"""Reduced elements of a step: the 128 bytes of a swizzle. Steps of 32 took a sixth longer (H200)."""
 STEP = 8
 """Batch rows of a unit, the finest cut that wgmma knows."""
 CONSUMERS = 2
@@ -35,13 +35,17 @@ class MosaicTile:
     """How a launch is cut and fed. Nothing here changes the order in which a product is added up.
 
     Attributes:
-        rows: most batch rows of a tile, a multiple of `STEP`; accumulators take as many registers of a thread.
+        rows: most batch rows of a tile, a multiple of `mosaic_rows.AT_ONCE`; accumulators take as many registers of a
+            thread.
         sizes: ascending numbers of batch rows that tiles are compiled for; the last is ``rows``.
         stages: steps of the reduction in shared memory.
         chunk: batch rows written out at a time, a multiple of `STEP`.
         buffers: chunks being written out at once.
         share: whether two programs share the weights of an expert, whose blocks then come in twos.
         programs: programs that share the tiles, one for each multiprocessor.
+
+    Raises:
+        InvalidArgument: another number of rows.
     """
 
     rows: int
@@ -51,6 +55,10 @@ class MosaicTile:
     buffers: int = 2
     share: bool = False
     programs: int = 132
+
+    def __post_init__(self) -> None:
+        if self.rows < AT_ONCE or self.rows % AT_ONCE:
+            raise InvalidArgument("rows", where="MosaicTile", got=self.rows, wanted=f"a multiple of {AT_ONCE}")
 
     @property
     def group(self) -> int:
@@ -82,17 +90,22 @@ def grouped_matmul(
     *,
     activation: Activation | None,
     tile: MosaicTile,
+    pair: Int32[Array, " P"] | None = None,
+    top_k: int = 1,
     interpret: Any = False,
 ) -> Float[Array, "P O"]:
     """``activation(x @ weight[row].T + bias[row])`` of each block's rows, in the dtype of ``x``; sums are f32.
 
     Args:
-        x: bf16 or f16 rows grouped by expert, each expert's from a multiple of `STEP` on; K a multiple of `DEPTH`.
+        x: bf16 or f16 rows, K a multiple of `DEPTH`. Without ``pair``, ``[P, K]``, grouped by expert, each expert's
+            from a multiple of `STEP` on.
         blocks: for each block of at most ``tile.rows`` rows: row of the weight stack; number of the expert's first
             block; blocks, first unit and units of the expert, whose units are dealt evenly to its blocks. With
             ``tile.share`` an expert has an even number of blocks.
         used: number of blocks.
         activation: fused; None for the plain product.
+        pair: places grouped like that, and ``x`` is ``[T, K]``: place p is row ``pair[p] // top_k``; zeros where
+            ``pair[p]`` is negative.
         interpret: a `plgpu.InterpretGPUParams`, to run without a GPU.
 
     Returns:
@@ -104,17 +117,20 @@ def grouped_matmul(
     outputs = weight.shape[1] // 2 if gated_form else weight.shape[1]
     span = SLAB if gated_form else 2 * SLAB  # outputs of a tile
     columns = -(-outputs // span)
-    operands = [x, stack, blocks, used]
+    operands = {"x": x, "weight": stack, "blocks": blocks, "used": used}
+    if pair is not None:
+        operands["pair"] = pair
     if bias is not None:
         lines = bias.astype(jnp.float32)
         if form == "interleaved":
             lines = jnp.moveaxis(lines.reshape(-1, outputs, 2), 2, 1)
         lines = lines.reshape(-1, 2 if gated_form else 1, outputs)
-        operands.append(jnp.pad(lines, ((0, 0), (0, 0), (0, columns * span - outputs))))
+        operands["bias"] = jnp.pad(lines, ((0, 0), (0, 0), (0, columns * span - outputs)))
     body = functools.partial(
         _body, activation=activation, form=form, tile=tile, outputs=outputs, columns=columns, span=span,
-        steps=x.shape[1] // DEPTH, last=blocks.shape[0] - 1,
+        steps=x.shape[1] // DEPTH, last=blocks.shape[0] - 1, top_k=top_k, interpreted=bool(interpret),
     )  # fmt: skip
+    names = (*operands, "out")
     swizzled = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(128))
 
     def smem(*shape: int) -> Any:
@@ -125,8 +141,8 @@ def grouped_matmul(
     else:
         empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages)
     kernel = plgpu.kernel(
-        body if bias is not None else functools.partial(_without_bias, body),
-        out_type=jax.ShapeDtypeStruct((x.shape[0], outputs), x.dtype),
+        lambda *refs, **scratch: body(**dict(zip(names, refs, strict=True)), **scratch),
+        out_type=jax.ShapeDtypeStruct((x.shape[0] if pair is None else pair.shape[0], outputs), x.dtype),
         grid=(tile.programs // tile.group,),
         grid_names=("cluster",),
         cluster=(tile.group,),
@@ -146,16 +162,13 @@ def grouped_matmul(
         kernel_name="prefill_down" if activation is None else "prefill_gate_up",
         interpret=interpret,
     )
-    return kernel(*operands)
-
-
-def _without_bias(body, x, weight, blocks, used, out, **scratch):
-    body(x, weight, blocks, used, None, out, **scratch)
+    return kernel(*operands.values())
 
 
 def _body(
-    x, weight, blocks, used, bias, out, *, weight_smem, x_smem, out_smem, full, empty,
-    activation, form, tile, outputs, columns, span, steps, last,
+    x, weight, blocks, used, out, *, weight_smem, x_smem, out_smem, full, empty,
+    activation, form, tile, outputs, columns, span, steps, last, top_k, interpreted,
+    pair: Any = None, bias: Any = None,
 ):  # fmt: skip
     cluster, rank, me = lax.axis_index("cluster"), lax.axis_index("pair"), lax.axis_index("wg")
     clusters, group, stages = tile.programs // tile.group, jnp.int32(tile.group), tile.stages
@@ -185,13 +198,13 @@ def _body(
     def advance(slot):
         return lax.select(slot == stages - 1, jnp.int32(0), slot + 1)
 
-    def load():
+    def load(rows: Rows):
         axes = "pair" if tile.share else None
 
         def one_tile(turn, carry):
             slot, found = carry
-            row, output, start, _ = elements(found)
-            following = find(turn + 1)
+            row, output, start, height = elements(found)
+            batch = rows.begin(start, height)
 
             def one_step(step, slot):
                 k, target, ready = pl.ds(step * DEPTH, DEPTH), weight_smem.at[slot], full.at[slot]
@@ -210,12 +223,13 @@ def _body(
                     if form == "interleaved":
                         part = weight.at[row, pl.ds(output, SLAB), slab, k]
                     plgpu.copy_gmem_to_smem(part, target.at[slab], ready, collective_axes=axes)
-                plgpu.copy_gmem_to_smem(x.at[pl.ds(start, tile.rows), k], x_smem.at[slot], ready)
+                rows.step(batch, step, slot, turn * steps + step)
                 return advance(slot)
 
-            return lax.fori_loop(0, steps, one_step, slot), following
+            return lax.fori_loop(0, steps, one_step, slot), find(turn + 1)
 
-        lax.fori_loop(0, mine, one_tile, (jnp.int32(0), find(0)))
+        slot, _ = lax.fori_loop(0, mine, one_tile, (jnp.int32(0), find(0)))
+        rows.end(slot, mine * steps)
         # Also keeps this program's memory in place until the other of its cluster has finished with it.
         for slot in range(stages):
             plgpu.barrier_wait(empty.at[slot])
@@ -223,8 +237,11 @@ def _body(
     @pl.when(me == CONSUMERS)
     def _load():
         plgpu.set_max_registers(40, action="decrease")
-        # One warp: every thread of those that start a copy arrives at its barrier.
-        plgpu.warp_map(lambda warp: pl.when(warp == 0)(load))
+        if pair is None:
+            # One warp: every thread of those that start a copy arrives at its barrier.
+            plgpu.warp_map(lambda warp: pl.when(warp == 0)(lambda: load(InOrder(x, x_smem, full))))
+        else:
+            load(Gathered(x, pair, x_smem, full, top_k, interpreted))
 
     @pl.when(me < CONSUMERS)
     def _multiply():

@@ -132,6 +132,7 @@ def place_pairs(
     block_row_ptr,
     block_pair_ptr,
     place_ptr,
+    expert_blocks_ptr,
     PAIRS: tl.constexpr,
     PAIRS_AT_ONCE: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -194,3 +195,4 @@ def place_pairs(
         )
         if program == CHUNKS:
             tl.store(used_ptr, tl.sum(blocks, 0))
+            tl.store(expert_blocks_ptr + expert, blocks, mask=expert < EXPERTS)

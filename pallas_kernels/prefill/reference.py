@@ -23,12 +23,14 @@ class Plan(NamedTuple):
         block_row: int32 ``[N]``, where a block's expert stands in the weight stacks; -1: unused.
         block_pair: int32 ``[N, B]``, ``token * k + rank`` of each place; -1: padding, always after a block's pairs.
         place: int32 ``[T, k]``, where a pair stands in the flattened blocks; -1: it names no expert.
+        blocks: int32 ``[E]``, blocks of each expert.
     """
 
     used: Int32[Array, " 1"]
     block_row: Int32[Array, " N"]
     block_pair: Int32[Array, "N B"]
     place: Int32[Array, "T k"]
+    blocks: Int32[Array, " E"]
 
 
 def plan_pairs(
@@ -41,7 +43,7 @@ def plan_pairs(
     flat = ids.reshape(-1)
     count = block_count(ids.shape[0], ids.shape[1], experts, block)
     row, pair = np.full(count, -1, np.int32), np.full((count, block), -1, np.int32)
-    place, used = np.full(flat.shape, -1, np.int32), 0
+    place, used, blocks = np.full(flat.shape, -1, np.int32), 0, np.zeros(experts, np.int32)
     for e in range(experts):
         (mine,) = np.nonzero(flat == e)
         for first in range(0, len(mine), block):
@@ -50,7 +52,9 @@ def plan_pairs(
             pair[used, : len(part)] = part
             place[part] = used * block + np.arange(len(part))
             used += 1
-    return Plan(np.array([used], np.int32), row, pair, place.reshape(ids.shape))  # pyrefly: ignore[bad-argument-type]
+            blocks[e] += 1
+    used = np.array([used], np.int32)
+    return Plan(used, row, pair, place.reshape(ids.shape), blocks)  # pyrefly: ignore[bad-argument-type]
 
 
 def count_pairs(ids: Int32[np.ndarray, "T k"], experts: int, chunk: int) -> Int32[np.ndarray, "E chunks"]:

@@ -27,7 +27,7 @@ def plan_specs(
     """Blocks of ``block`` places with one expert, for many pairs: one launch, or three (count, scan, place).
 
     The last takes ``ids`` int32 ``[T, k]`` (-1 or E: none); ``weight_row`` int32 ``[E]``, the slot of each expert in
-    the weight stacks; and, of three, what the scan gives. It writes the four arrays of a `reference.Plan`. The first
+    the weight stacks; and, of three, what the scan gives. It writes the arrays of a `reference.Plan`. The first
     of three takes ``ids`` and gives counts; the second takes counts.
 
     Args:
@@ -67,6 +67,7 @@ def plan_specs(
             Argument("block_row_ptr", "int32", (blocks,), "out"),
             Argument("block_pair_ptr", "int32", (blocks, block), "out"),
             Argument("place_ptr", "int32", (tokens, top_k), "out"),
+            Argument("expert_blocks_ptr", "int32", (experts,), "out"),
         ),
         constexprs=(
             ("PAIRS", pairs),

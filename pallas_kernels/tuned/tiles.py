@@ -24,7 +24,7 @@ _SOURCES: dict[str, tuple[str, ...]] = {
         "prefill/combine_triton.py",
         "experts/triton.py",  # its product and activations
     ),
-    "prefill_mosaic": ("prefill/mosaic_kernel.py", "prefill/mosaic_rows_triton.py"),
+    "prefill_mosaic": ("prefill/mosaic_kernel.py", "prefill/mosaic_rows.py", "prefill/mosaic_blocks_triton.py"),
 }
 _SOURCES["prefill"] = (*_SOURCES["prefill_triton"], *_SOURCES["prefill_mosaic"])
 

@@ -17,10 +17,11 @@ pytest.importorskip("triton")
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_jax.pallas_kernels import compiled
+from moe_jax.pallas_kernels.errors import InvalidArgument
 from moe_jax.pallas_kernels.grouped_moe import ExpertWeights, MoEConfig
 from moe_jax.pallas_kernels.grouped_moe.activation import activate
 from moe_jax.pallas_kernels.prefill import mosaic, reference
-from moe_jax.pallas_kernels.prefill.mosaic import copy_rows_spec, ffn, mosaic_tile_for, reference_copy, refusal
+from moe_jax.pallas_kernels.prefill.mosaic import blocks_spec, ffn, mosaic_tile_for, reference_blocks, refusal
 from moe_jax.pallas_kernels.prefill.mosaic_kernel import STEP, MosaicTile, gated, grouped_matmul
 from moe_jax.pallas_kernels.route import RouterConfig, Routing
 
@@ -35,14 +36,13 @@ HALVES, INTERLEAVED, UNGATED = ACTIVATIONS[0], ACTIVATIONS[1], ACTIVATIONS[6]
 
 def table(units: list[int], tile: MosaicTile) -> tuple[np.ndarray, np.ndarray]:
     """The table of blocks of experts with these numbers of units."""
-    owner = np.repeat(np.arange(len(units)), units).astype(np.int32)
-    places = np.arange(owner.size * STEP, dtype=np.int32)[:, None]
-    x = np.zeros((places.size, 8), np.float32)
-    _, blocks, used = reference_copy(x, owner, places, experts=len(units), tile=tile)
+    blocks, used = reference_blocks(np.asarray(units, np.int32), pairs=sum(units) * STEP, tile=tile)
     return np.asarray(blocks), np.asarray(used)
 
 
-def interpreted(rng, units, depth, rows, *, activation, tile, bias=False, dtype="float16", x=None, weight=None):
+def interpreted(
+    rng, units, depth, rows, *, activation, tile, bias=False, dtype="float16", x=None, weight=None, gathered=False
+):
     """`grouped_matmul` in Pallas' interpreter, and what it must be; ``[places, outputs]`` each."""
     experts, places = len(units), sum(units) * STEP
     if x is None:
@@ -51,8 +51,16 @@ def interpreted(rng, units, depth, rows, *, activation, tile, bias=False, dtype=
     lines = rng.standard_normal((experts, rows)).astype(dtype) if bias else None
     blocks, used = table(units, tile)
     spare = np.zeros((2 * STEP, depth), x.dtype)
+    options, ordered = {}, np.concatenate([x, spare])
+    if gathered:
+        # Two pairs share a row; padding is no row, and is computed as zeros.
+        pair = rng.integers(0, 2 * places, places + 2 * STEP).astype(np.int32)
+        pair[rng.random(pair.size) < 0.2] = -1
+        options = {"pair": jnp.asarray(pair), "top_k": 2}
+        ordered = x.copy()
+        x = np.where((pair < 0)[:, None], 0, x[pair // 2])[:places].astype(x.dtype)
     out = grouped_matmul(
-        jnp.asarray(np.concatenate([x, spare])),
+        jnp.asarray(ordered),
         jnp.asarray(weight),
         None if lines is None else jnp.asarray(lines),
         jnp.asarray(blocks),
@@ -60,6 +68,7 @@ def interpreted(rng, units, depth, rows, *, activation, tile, bias=False, dtype=
         activation=activation,
         tile=tile,
         interpret=plgpu.InterpretGPUParams(detect_races=True),
+        **options,
     )
     wanted, at = [], 0
     for expert, count in enumerate(units):
@@ -92,10 +101,13 @@ def test_gated_activations_are_the_ops(activation):
         (HALVES, 64, 272, True, {"share": True, "programs": 4}),
     ],
 )
-def test_C29_sizes_that_no_tile_divides_on_the_mosaic_path(activation, depth, rows, bias, options):
+@pytest.mark.parametrize("gathered", [False, True], ids=["in order", "gathered"])
+def test_C29_sizes_that_no_tile_divides_on_the_mosaic_path(activation, depth, rows, bias, options, gathered):
     tile = MosaicTile(**({"rows": 32, "sizes": (16, 32), "stages": 3, "chunk": 16, "programs": 2} | options))
     rng = np.random.default_rng(1)
-    out, wanted = interpreted(rng, [3, 0, 7, 1], depth, rows, activation=activation, tile=tile, bias=bias)
+    out, wanted = interpreted(
+        rng, [3, 0, 7, 1], depth, rows, activation=activation, tile=tile, bias=bias, gathered=gathered
+    )
     np.testing.assert_allclose(out, wanted, rtol=4e-3, atol=8e-3)
 
 
@@ -164,33 +176,17 @@ def test_every_layout_lowers_for_cuda_with_biases(activation, depth, rows):
     assert "custom_call @mosaic_gpu" in lowered(activation, depth, rows, tile=tile, bias=True, dtype="float16")
 
 
-COPIES = SHAPES | {
-    "most pairs": (131072, 7168, 0, 64, 8),
-    "few columns, many ranks": (300, 64, 0, 512, 20),
-    "odd size, 16 ranks": (300, 2880, 0, 32, 16),
-}
-
-
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("name", COPIES)
-def test_row_copy_compiles_without_spills(name, capability):
-    tokens, hidden, _, experts, top_k = COPIES[name]
-    tile = mosaic_tile_for(tokens * top_k, experts)
-    spec = copy_rows_spec(tokens, top_k, experts, hidden, tile, dtype="bfloat16")
+@pytest.mark.parametrize(("pairs", "experts"), [(32768, 128), (131072, 64), (1 << 20, 64), (1 << 24, 512)])
+def test_the_table_of_blocks_compiles_without_spills(pairs, experts, capability):
+    spec = blocks_spec(pairs, experts, mosaic_tile_for(pairs, experts))
     use = compiled.resources(compiled.compile_spec(spec, capability))
     assert (use.stack, use.local) == (0, 0)
 
 
-def test_the_row_copy_of_many_rows_is_one_launch():
-    """`KernelSpec` refuses a grid that CUDA does not launch."""
-    for hidden in (64, 2048, 7168):
-        spec = copy_rows_spec(131072, 8, 64, hidden, mosaic_tile_for(8 * 131072, 64), dtype="bfloat16")
-        assert spec.arguments[0].shape == (131072, hidden)
-
-
 @pytest.mark.slow
-def test_row_copy_in_tritons_interpreter():
-    run_interpreted("interpreted_prefill.py", "row_copy")
+def test_table_of_blocks_in_tritons_interpreter():
+    run_interpreted("interpreted_prefill.py", "table_of_blocks")
 
 
 @pytest.mark.parametrize("options", [{}, {"share": True}])
@@ -209,6 +205,12 @@ def test_every_unit_is_in_one_block_of_its_expert(options, counts):
         seen += [(row, unit + i) for i in range(sum(shares))]
         number += count
     assert seen == [(row, at) for at, row in enumerate(np.repeat(np.arange(len(units)), units))]
+
+
+@pytest.mark.parametrize("rows", [0, 8, 40, 150])
+def test_a_tile_of_rows_that_are_not_copied_together_is_refused(rows):
+    with pytest.raises(InvalidArgument, match=f"rows.*{rows}.*multiple of 16"):
+        MosaicTile(rows=rows, sizes=(rows,))
 
 
 def arguments(tokens=65, hidden=64, inner=192, dtype="bfloat16"):
