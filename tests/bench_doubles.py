@@ -8,7 +8,7 @@ from moe_jax.bench.cases import Ceilings
 from moe_jax.bench.contenders import Work
 from moe_jax.bench.timing import Timing
 
-SLOW = Ceilings(read_tbs=4e-6, matmul_tflops=800.0)  # of a device on which two toy steps are a long chain
+SLOW = Ceilings(read_tbs=1.5e-6, matmul_tflops=800.0)  # of a device on which two toy steps are a long chain
 
 
 class FakeTimer:
