@@ -17,7 +17,9 @@ class CudaStream:
     """A non-blocking stream. ``int(stream.handle)`` is its ``CUstream``.
 
     Attributes:
-        capture: what records on it now; its thread holds ``lock`` meanwhile.
+        lock: held while something is queued, and while ``capture`` changes: in blocks alone, which no interrupt leaves
+            with the lock.
+        capture: what records on it now. That keeps the stream from other threads, and whoever ends it gives it back.
     """
 
     owner: Any = field(repr=False)
@@ -25,18 +27,31 @@ class CudaStream:
     pinned: PinnedMemory = field(repr=False)
     capture: CudaCapture | None = field(default=None, repr=False)
     lock: Any = field(default_factory=threading.RLock, repr=False)
+    _ended: threading.Condition = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._ended = threading.Condition(self.lock)
+
+    def wait_for_others(self) -> None:
+        """Return when no other thread records on it. The lock is held, though not meanwhile."""
+        thread = threading.get_ident()
+        while self.capture is not None and self.capture.thread != thread:
+            self._ended.wait()
 
     def end_recording(self) -> None:
-        """Say that nothing is recorded on it any more, so that others may use it."""
-        self.capture = None
-        self.lock.release()
+        """Say that nothing is recorded on it any more, so that others may use it; again, if that was interrupted."""
+        with self.lock:
+            # First: they look when the lock is free, and nobody waits where nothing is recorded.
+            self._ended.notify_all()
+            self.capture = None
 
 
 @dataclass(eq=False)
 class CudaCapture:
-    """A recording."""
+    """A recording, which its thread begins and ends."""
 
     stream: CudaStream
+    thread: int = field(default_factory=threading.get_ident, init=False)
 
 
 @dataclass(eq=False)

@@ -6,9 +6,9 @@ goes when `CudaRuntime.destroy` says so, not when Python drops the last referenc
 
 * **Memory** is JAX arrays, so that it lies in XLA's pool, held by their DLPack capsules: neither ``delete()`` nor
   donation by somebody else frees it under a graph. `CudaRuntime.hold` does the same for an array of the user.
-* **Capture** is relaxed: it restricts no other stream and no other thread. It holds its stream's lock from begin to
-  end, so what other threads do with that stream waits until the capture is over, and the capturing thread itself is
-  refused everything on it but what it records. Begin and end are called by one thread.
+* **Capture** is relaxed: it restricts no other stream and no other thread. Its stream says from begin to end what
+  records on it, so what other threads do with that stream waits until the capture is over, and the capturing thread
+  itself is refused everything on it but what it records. Begin and end are called by one thread.
 * **Threads**: the device's context is made current in each call, whatever other libraries left there.
 * **Sticky errors**: the names in `STICKY`. After one of them the driver is asked nothing more.
 
@@ -258,14 +258,11 @@ class CudaRuntime(Runtime):
 
     def begin_capture(self, stream: CudaStream) -> CudaCapture:
         self._enter("begin_capture")
-        stream.lock.acquire()
-        try:
+        capture = CudaCapture(stream)
+        with stream.lock:
             self._usable("begin_capture", stream, stream)
-        except BaseException:
-            stream.lock.release()
-            raise
-        # Before the call, so that what it has begun can be abandoned if it is interrupted.
-        stream.capture = capture = CudaCapture(stream)
+            # Before the call, so that what it has begun can be abandoned if it is interrupted.
+            stream.capture = capture
         try:
             self._checked("begin_capture", driver.cuStreamBeginCapture(stream.handle, _RELAXED))
         except CudaError:
@@ -277,15 +274,16 @@ class CudaRuntime(Runtime):
         return CudaGraph(self._checked("end_capture", self._end("end_capture", capture)), False)
 
     def abandon_capture(self, stream: CudaStream) -> None:
-        with stream.lock:  # another thread's recording goes on until that has ended it
-            if stream.capture is None:
-                return
-            try:
-                self.destroy(self.end_capture(stream.capture))
-            except StickyError:
-                raise
-            except CudaError:
-                pass  # what went wrong before has spoiled the recording, and its end says so once more
+        capture = stream.capture
+        # Another thread's recording is that one's to end.
+        if capture is None or capture.thread != threading.get_ident():
+            return
+        try:
+            self.destroy(self.end_capture(capture))
+        except StickyError:
+            raise
+        except CudaError:
+            pass  # what went wrong before has spoiled the recording, and its end says so once more
 
     def instantiate(self, captured: CudaGraph) -> CudaGraph:
         self._enter("instantiate")
@@ -371,8 +369,13 @@ class CudaRuntime(Runtime):
             self._checked(call, function(*arguments, stream.handle))
 
     def _usable(self, call: str, stream: CudaStream, on: CudaStream | CudaCapture) -> None:
-        """Refuse to queue on a stream that this thread captures, and to record where nothing is captured any more."""
-        if stream.capture is not (on if isinstance(on, CudaCapture) else None):
+        """Wait until no other thread captures a stream, whose lock is held. Refuse to queue where this one does, and to
+        record where nothing is captured any more.
+        """
+        wanted = on if isinstance(on, CudaCapture) else None
+        if stream.capture is not wanted:
+            stream.wait_for_others()
+        if stream.capture is not wanted:
             raise self._error(call, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT", "a stream that records for nobody else")
 
     def _end(self, call: str, capture: CudaCapture) -> tuple[Any, ...]:

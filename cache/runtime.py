@@ -4,7 +4,7 @@ Two runtimes serve it: `SimulatedRuntime` on the host, and `moe_jax.cache.cuda_r
 to the store. Of CUDA they are:
 
 =============  ===============================================================================================
-`Stream`       ``CudaStream``: a non-blocking one of ``cuda.core``, and the lock that a capture holds
+`Stream`       ``CudaStream``: a non-blocking one of ``cuda.core``, and what captures on it
 `Kernel`       `moe_jax.pallas_kernels.launcher.LoadedKernel`
 `Capture`      ``CudaCapture``: a stream between the driver's begin and end of a relaxed capture
 `Captured`     ``CudaGraph`` of a ``CUgraph``

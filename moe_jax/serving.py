@@ -6,6 +6,7 @@ Importing this loads no engine: a model on a CPU never does, unless `generate` i
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
@@ -177,6 +178,10 @@ class Serving:
     # `_making` is held while an engine is made, `_lock` for moments, by whoever gives a call its room or changes which
     # engine is kept. Where both are, `_making` is taken first. Neither is held by a call that ends, which may be
     # collected in any thread, nor `_lock` while an engine is closed.
+
+    # Then all engines have been closed. Found by the class: names of modules may be gone at the end of the process.
+    _ending = staticmethod(sys.is_finalizing)
+
     def __init__(self) -> None:
         self._making = threading.RLock()
         self._kept: _Kept | None = None
@@ -275,14 +280,17 @@ class Serving:
         """Whether an engine is kept no more and no call runs on it: for good, then."""
         return kept is not self._kept and not kept.claims
 
+    def _unclosed(self) -> list[_Kept]:
+        """What is idle and was not tried in vain: that is for `close`."""
+        return [kept for kept in list(self._left) if self._idle(kept) and not kept.refused]
+
     def _close_idle(self) -> None:
         """Close what is idle. An engine that cannot be closed is no reason for a call to lose its tokens: `close` tries
         again.
         """
-        for kept in list(self._left):
-            if self._idle(kept) and not kept.refused:
-                with contextlib.suppress(CudaError):
-                    self._close(kept)
+        for kept in self._unclosed():
+            with contextlib.suppress(CudaError):
+                self._close(kept)
 
     def _close(self, kept: _Kept) -> None:
         try:
@@ -293,12 +301,23 @@ class Serving:
         self._left.pop(kept, None)
 
     def _steps(self, kept: _Kept, claim: _Claim, columns: Callable[[Engine], Iterator[Column]]) -> Generator[Any]:
+        left = True
         try:
             yield None
             yield from columns(kept.engine)
+            left = False
+        except Exception:
+            left = False
+            raise
         finally:
             claim.over = True
-            self._close_idle()
+            if not left:
+                self._close_idle()
+            elif not self._ending() and self._unclosed():
+                # It may have been collected anywhere: inside a trace of JAX, or where the lock of an engine is held.
+                from .engine.ending import apart
+
+                apart(self._close_idle)
 
     def _size(self, source: Source, need: Size) -> tuple[Size, _Kept | None]:
         """Of the engine that serves a call beside those that run, and that engine where it is the one kept.

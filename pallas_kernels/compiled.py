@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import hashlib
 import json
 import re
+import reprlib
 import subprocess
 import tempfile
 from collections.abc import Iterable
@@ -171,42 +173,44 @@ def _source_of(function: Any) -> Any:
 
 
 def save(folder: Path | str, kernels: Iterable[CompiledKernel]) -> None:
-    """Add kernels to a folder: ``KEY-smNN.cubin`` beside ``KEY-smNN.json``.
+    """Add kernels to a folder: ``KEY-smNN.json``, which holds the cubin in base64, its SHA-256 and all the rest.
 
-    The latter holds all the rest, and the cubin's SHA-256. Each file appears whole, the cubin first: a reader beside
-    this gets a whole kernel, or a refusal of `load`.
+    One file, which appears whole: whoever else writes the same kernel, a reader gets what one builder has made.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for kernel in kernels:
-        stem = f"{kernel.key[:32]}-sm{kernel.capability}"
-        meta = asdict(kernel)
-        cubin = meta.pop("cubin")
-        publish(folder / f"{stem}.cubin", cubin)
-        publish(folder / f"{stem}.json", json.dumps(meta | {"sha256": _digest(cubin)}, indent=1).encode())
+        stored = {"cubin": base64.b64encode(kernel.cubin).decode(), "sha256": _digest(kernel.cubin)}
+        path = folder / _file_name(kernel.key, kernel.capability)
+        publish(path, json.dumps(asdict(kernel) | stored, indent=1).encode())
+
+
+def _file_name(key: str, capability: int) -> str:
+    return f"{key[:32]}-sm{capability}.json"
 
 
 def load(folder: Path | str, spec: KernelSpec, capability: int) -> CompiledKernel:
     """The kernel of a spec from a folder, whichever Triton built it.
 
     Raises:
-        InvalidArgument: not there, cut off, or built from another source.
+        InvalidArgument: not there, cut off, of an earlier form, or built from another source.
     """
-    where, stem = f"load({str(folder)!r})", f"{spec.key[:32]}-sm{capability}"
-
-    def read(name: str) -> bytes:
-        try:
-            return (Path(folder) / name).read_bytes()
-        except OSError as error:
-            got = f"no {name}" if isinstance(error, FileNotFoundError) else error
-            wanted = f"{spec.name} for sm_{capability}"
-            raise InvalidArgument("no cubin", where=where, got=got, wanted=wanted) from error
-
-    meta, cubin, inside = _fields(read(f"{stem}.json")), read(f"{stem}.cubin"), f"{where}: {stem}.json"
+    where, name = f"load({str(folder)!r})", _file_name(spec.key, capability)
+    try:
+        meta = _fields((Path(folder) / name).read_bytes())
+    except OSError as error:
+        got = f"no {name}" if isinstance(error, FileNotFoundError) else error
+        raise InvalidArgument("no cubin", where=where, got=got, wanted=f"{spec.name} for sm_{capability}") from error
+    inside = f"{where}: {name}"
     if meta is None:
         raise InvalidArgument("content", where=inside, got="no JSON object", wanted="what save writes")
-    # Folders of older versions have none.
-    digest = meta.pop("sha256", _digest(cubin))
+    text: Any = meta.get("cubin")
+    digest = meta.pop("sha256", None)
+    try:
+        cubin = base64.b64decode(text, validate=True)
+    except (TypeError, ValueError) as error:
+        got = reprlib.repr(text)
+        raise InvalidArgument("content of cubin", where=inside, got=got, wanted="base64, as save writes it") from error
     kernel = rebuild(CompiledKernel, meta | {"cubin": cubin}, inside)
     wanted = {"source_hash": spec.source_hash, "key": spec.key, "capability": capability}
     for name, value in wanted.items():

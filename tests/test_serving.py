@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
 import dataclasses
 import gc
 import pickle
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -190,13 +192,17 @@ def test_two_threads_with_one_need_make_one_engine(model, monkeypatch):
 
 
 class Fake:
-    """An engine that fails to close so many times."""
+    """An engine that fails to close so many times, and knows in which threads that was tried."""
 
     def __init__(self, error: BaseException | None = None, times: int = 0):
-        self.error, self.left, self.tried = error, times, 0
+        self.error, self.left, self.threads = error, times, list[int]()
+
+    @property
+    def tried(self) -> int:
+        return len(self.threads)
 
     def close(self) -> None:
-        self.tried += 1
+        self.threads.append(threading.get_ident())
         if self.error is not None and self.tried <= self.left:
             raise self.error
 
@@ -336,12 +342,67 @@ def test_a_call_that_ends_waits_for_nobody(model, monkeypatch, leave):
     world.check_given_back()
 
 
+LEAVE: dict[str, Callable[[list[Any]], object]] = {
+    "closed": lambda streams: streams[0].close(),
+    "dropped": lambda streams: streams.clear(),
+    "in a cycle": lambda streams: streams.append(streams),
+}
+
+
+@pytest.mark.parametrize("leave", LEAVE.values(), ids=LEAVE)
+def test_no_engine_is_closed_in_the_thread_that_collects_its_last_stream(model, monkeypatch, leave):
+    """Which may be inside JAX, or have the lock of another engine. It waits, though not for ever."""
+    world = World(monkeypatch, model)
+    streams = [world.run(1, 3)]
+    next(streams[0])
+    list(world.run(2))  # takes another engine
+    first, second = (reference() for reference in world.engines)
+    leave(streams)
+    del streams
+    gc.collect()
+    assert first is not None and second is not None
+    assert (first.tried, second.tried) == (1, 0) and threading.get_ident() not in first.threads
+
+
+def test_an_engine_for_which_there_is_no_thread_is_closed_by_the_next_call(model, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    world = World(monkeypatch, model)
+    streams = [world.run(1, 3)]
+    next(streams[0])
+    (engine,) = [reference() for reference in world.engines]
+    world.serving.close()
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
+    streams.clear()
+    assert engine is not None and engine.tried == 0
+    list(world.run(1))
+    assert engine.tried == 1
+    world.check_given_back()
+
+
+def test_what_keeps_an_engine_from_closing_there_is_told_and_nothing_is_lost(model, monkeypatch):
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    fakes = [Fake(CUDA, 1), Fake(RuntimeError("second"), 1)]
+    world = World(monkeypatch, model, *fakes)
+    for fake in fakes:
+        streams = [world.run(1, 3)]
+        next(streams[0])
+        world.serving._keep(None)
+        streams.clear()
+        assert fake.tried == 1
+    assert [str(one.exc_value) for one in told] == ["second"]
+    world.serving.close()
+    assert [fake.tried for fake in fakes] == [2, 2] and not world.serving._left
+
+
 def test_no_engine_is_closed_with_the_lock_of_the_calls_held(model, monkeypatch):
     """Closing waits for the device; calls on other engines begin and end meanwhile."""
     world, free = World(monkeypatch, model), list[bool]()
 
     def close(fake: Fake) -> None:
-        fake.tried += 1
+        fake.threads.append(threading.get_ident())
 
         def other() -> None:
             free.append(world.serving._lock.acquire(timeout=1))

@@ -2,8 +2,9 @@
 
 An engine that nobody holds any more is closed as by `Engine.close`. Python says so wherever the last reference goes or
 the collector runs, and that thread may have the lock of another engine, or be inside JAX. So the closing is done by a
-thread of its own, which has nothing. The one in which the engine was dropped waits for that, but not for ever: it may
-have what the other one needs.
+thread of its own, which has nothing (`apart`). The one in which the engine was dropped waits for that, but not for
+ever: it may have what the other one needs. An engine of `Model.generate` whose last stream is collected is closed in
+the same way.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import atexit
 import contextlib
 import threading
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Protocol
 
@@ -143,29 +144,36 @@ def close_dropped() -> None:
                 owned.lock.release()
 
 
-def _engine_gone(owned: Owned) -> None:
-    """Close what a dropped engine has left, in a thread of its own: see the module."""
-    if owned.life.over == "closed":
-        return
-    owned.dropped = True
+def apart(close: Callable[[], object]) -> None:
+    """Close something in a thread of its own, as where this is called something else may be under way: see the module.
+
+    Where no thread can be made, nothing is done: others try again later. What ``close`` raises is told by the thread.
+    """
     done = threading.Lock()
     done.acquire()
     try:
         # `threading.Thread` takes locks of its own, which the interrupted code may have.
-        _thread.start_new_thread(_drop, (owned, done))
+        _thread.start_new_thread(_then_release, (close, done))
     except RuntimeError:
-        return  # no more threads: the next engine or the end of the process does it
+        return  # no more threads
     try:
         done.acquire(timeout=SECONDS)
     except KeyboardInterrupt:
         _thread.interrupt_main()  # from a finalizer it would go nowhere
 
 
-def _drop(owned: Owned, done: threading.Lock) -> None:
+def _then_release(close: Callable[[], object], done: threading.Lock) -> None:
     try:
-        owned.drop()
+        close()
     finally:
         done.release()
+
+
+def _engine_gone(owned: Owned) -> None:
+    """Close what a dropped engine has left; or the next engine or the end of the process does it."""
+    if owned.life.over != "closed":
+        owned.dropped = True
+        apart(owned.drop)
 
 
 class Closable(Protocol):

@@ -97,6 +97,10 @@ class FakeDriver:
         """Make calls of a function fail; ``"execute"``: the next queued piece of work, and with it the context."""
         self._faults.append([call, getattr(Result, error), after, times])
 
+    def heal(self) -> None:
+        """Forget the failures asked for."""
+        self._faults.clear()
+
     def interrupt(self, call: str, after: int = 0, *, before: bool = False) -> None:
         """Raise what Ctrl-C during a call of a function makes Python raise when it returns; or raise it before."""
         self._interrupt = call, after, before

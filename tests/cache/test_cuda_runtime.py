@@ -18,7 +18,7 @@ from device_step import DeviceWorld, same_at_every_step
 from fake_driver import FakeDriver, doubling, fake_runtime, placed, recorded
 from toy_step import World, equal_list, kernel, step_launches
 
-from moe_jax.cache.cuda_runtime import STICKY, CudaGraph, CudaStream
+from moe_jax.cache.cuda_runtime import STICKY, CudaGraph, CudaRuntime, CudaStream
 from moe_jax.cache.outcome import Reason, StoreUnusable
 from moe_jax.cache.runtime import StickyError
 from moe_jax.pallas_kernels.errors import CudaError, InvalidArgument
@@ -385,23 +385,18 @@ def test_an_interrupt_during_any_call_of_the_driver_leaves_a_store_that_works(mo
         lost = int(call in MAKE and not before)
         assert len(fake.executables) + len(fake.graphs) == world.graphs.stats()["graphs"] + lost
         assert all(stream.nodes is None for stream in fake.streams.values())
-        thread_may_use(world.graphs.stream)
+        thread_may_use(runtime, world.graphs.stream)
         world.graphs.close()
         assert len(fake.executables) + len(fake.graphs) == lost and world.graphs.stats()["graph_error"] == {}
     assert number
 
 
-def thread_may_use(stream: CudaStream) -> None:
-    """No capture has kept its lock."""
-    done = []
-
-    def use() -> None:
-        done.append(stream.lock.acquire(timeout=1) and stream.lock.release())
-
-    thread = threading.Thread(target=use)
+def thread_may_use(runtime: CudaRuntime, stream: CudaStream) -> None:
+    """No capture has kept it."""
+    thread = threading.Thread(target=runtime.synchronize, args=(stream,), daemon=True)
     thread.start()
-    thread.join()
-    assert done == [None], "the stream is locked for ever"
+    thread.join(5)
+    assert not thread.is_alive(), "the stream is kept for ever"
 
 
 def test_handles_that_are_gone_or_of_another_kind_never_reach_the_driver(made):

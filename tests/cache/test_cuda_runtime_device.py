@@ -23,8 +23,9 @@ from fake_driver import FakeDriver, doubling, fake_runtime, install, memory, pla
 from test_simulated import served
 from toy_step import World
 
+from interrupts import interrupted, named, places
 from moe_jax.cache import cuda_runtime
-from moe_jax.cache.cuda_runtime import STICKY, CudaRuntime
+from moe_jax.cache.cuda_runtime import STICKY, CudaRuntime, CudaStream
 from moe_jax.cache.runtime import StickyError, no_collection
 from moe_jax.pallas_kernels import compiled
 from moe_jax.pallas_kernels.embed import embed_spec
@@ -119,11 +120,89 @@ def test_a_capture_that_is_abandoned_leaves_a_stream_that_works(made, error):
             runtime.abandon_capture(stream)
     runtime.abandon_capture(stream)  # there is nothing to abandon
     assert not fake.graphs and stream.capture is None
-    done = []
-    thread = threading.Thread(target=lambda: done.append(stream.lock.acquire(timeout=1)))
+    if error not in STICKY:
+        another_thread_may_use(runtime, stream)
+
+
+def another_thread_may_use(runtime: CudaRuntime, stream: CudaStream) -> None:
+    """No recording has kept it."""
+    thread = threading.Thread(target=runtime.synchronize, args=(stream,), daemon=True)
     thread.start()
-    thread.join()
-    assert done == [True], "the stream is locked for ever"
+    thread.join(5)
+    assert not thread.is_alive(), "the stream is kept for ever"
+
+
+RECORDING = (
+    *(CudaRuntime.begin_capture, CudaRuntime.end_capture, CudaRuntime.abandon_capture, CudaRuntime._end),
+    *(CudaRuntime._usable, CudaStream.end_recording),
+)
+
+
+@pytest.mark.parametrize("fails", ["nothing", "begin", "record", "end"])
+@pytest.mark.parametrize(("function", "line"), places(*RECORDING), ids=named)
+def test_a_recording_that_was_interrupted_keeps_its_stream_from_nobody(made, function, line, fails):
+    """Whoever was interrupted abandons it; again, if that was interrupted."""
+    runtime, fake = made
+    stream = runtime.new_stream()
+    calls = {"begin": "cuStreamBeginCapture", "record": "cuMemcpyDtoDAsync", "end": "cuStreamEndCapture"}
+    if fails != "nothing":
+        fake.fail(calls[fails])
+
+    def record() -> None:
+        with no_collection():
+            try:
+                capture = runtime.begin_capture(stream)
+                runtime.copy(4096, 8192, 16, capture)
+                runtime.end_capture(capture)
+            except BaseException:
+                runtime.abandon_capture(stream)
+                raise
+
+    with contextlib.suppress(CudaError):
+        interrupted(function, line, record)
+    fake.heal()
+    with no_collection():
+        runtime.abandon_capture(stream)
+    assert stream.capture is None and fake.stream(stream.handle).nodes is None
+    another_thread_may_use(runtime, stream)
+    recorded(runtime, stream)
+
+
+@pytest.mark.parametrize(("function", "line"), places(CudaRuntime._end, CudaStream.end_recording), ids=named)
+def test_who_waits_for_a_recording_whose_end_was_interrupted_goes_on(made, function, line):
+    runtime, _ = made
+    stream = runtime.new_stream()
+    with no_collection():
+        capture = runtime.begin_capture(stream)
+        thread = threading.Thread(target=runtime.synchronize, args=(stream,), daemon=True)
+        thread.start()
+        while not stream._ended._waiters:
+            time.sleep(0.001)
+        interrupted(function, line, lambda: runtime.end_capture(capture))
+        runtime.abandon_capture(stream)
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_an_abandoned_recording_is_ones_own(made):
+    """Who was interrupted while it waited for another thread's has begun none."""
+    runtime, fake = made
+    stream, begun, go_on, ended = runtime.new_stream(), threading.Event(), threading.Event(), []
+
+    def record() -> None:
+        capture = runtime.begin_capture(stream)
+        begun.set()
+        assert go_on.wait(5)
+        ended.append(runtime.end_capture(capture))
+
+    thread = threading.Thread(target=record, daemon=True)
+    with no_collection():
+        thread.start()
+        assert begun.wait(5)
+        runtime.abandon_capture(stream)
+        go_on.set()
+        thread.join(5)
+    assert len(ended) == len(fake.graphs) == 1
 
 
 def test_the_context_is_current_in_every_thread_whatever_others_left_there(made):

@@ -11,7 +11,7 @@ from engines import COUNT, MAIN, OPTIONS, PROMPTS, expected, last
 from interrupts import interrupted, named, places
 from moe_jax.engine import Engine, generating
 from moe_jax.engine.prompts import Prompts
-from moe_jax.engine.sequences import Generation, Places, Sequence
+from moe_jax.engine.sequences import Generation, Places, Sequence, zeros
 from moe_jax.sampling import sampling
 from tiny_models import tiny_model
 
@@ -58,7 +58,10 @@ def generate_in_turns(engine: Engine) -> None:
     engine.generate(PROMPTS, max_new_tokens=2)
 
 
-ADMISSION = (Engine._admit, Engine._read_prompt, Engine._held, Places.counts, Places.free, Sequence.__init__)
+ADMISSION = (
+    *(Engine._admit, Engine._read_prompt, Engine._held, Places.counts, Places.free, Sequence.__init__),
+    *(zeros, Sequence.bits.func),
+)
 LEAVING = (generating.columns, Engine._forget_all, Engine._forget, Sequence.belongs_to)
 
 

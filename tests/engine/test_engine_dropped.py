@@ -290,11 +290,19 @@ def make():
     )
     made.warmup()
     return made
+def left():
+    model = tiny_model("olmoe")
+    stream = model.generate([[1]], max_new_tokens=4, graphs="simulate", stream=True)
+    next(stream)
+    model.close()
+    return model, stream
 """
 ENDS = {
     "in a cycle": "cycle = [make()]; cycle.append(cycle); del cycle",
     "dropped at exit": "kept = [make()]; atexit.register(kept.clear)",
     "not taken back": "device.fail('synchronize'); make()",
+    "a stream": "model, stream = left()",
+    "a stream in a cycle": "cycle = [left()]; cycle.append(cycle); del cycle",
     "used by a thread": """
 import threading
 kept = make()

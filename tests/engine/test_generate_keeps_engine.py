@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax import serving
 from moe_jax.cache import NotReplayed, StickyError
+from moe_jax.engine import ending
 from moe_jax.errors import CannotServe, InvalidArgument
 from moe_jax.generation import split
 from moe_jax.model import Model
@@ -237,6 +238,24 @@ def test_close_frees_the_engine_and_the_model_stays_usable(model):
     engine = engine_of(model)
     model.close()
     assert np.stack(list(stream), 1).tolist() == expected()[:3] and closed(engine)
+
+
+def test_an_engine_that_is_kept_no_more_closes_outside_whatever_its_last_stream_is_collected_in(model, monkeypatch):
+    """Inside a trace of JAX, what a simulated device still runs would become a part of the program."""
+    monkeypatch.setattr(ending, "SECONDS", 60.0)  # on a busy machine too
+    streams = [model.generate(THREE, stream=True, **SIMULATE)]
+    for _ in range(4):
+        next(streams[0])
+    engine = engine_of(model)
+    model.close()
+    assert not closed(engine)
+
+    def traced(x):
+        streams.clear()
+        return x + 1
+
+    assert str(jax.make_jaxpr(traced)(1)).count("add") == 1
+    assert closed(engine)
 
 
 def test_the_engine_goes_with_the_model():

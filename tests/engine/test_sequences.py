@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 
-from moe_jax.engine.sequences import Batch, Sequence
+from moe_jax.engine.sequences import SOME, Batch, Places, Sequence
 from moe_jax.sampling import sampling
 
 STOPS = frozenset({7, 9})
 GREEDY = sampling(0.0, 1.0, 0)
 
 
-def sequence(number: int, length: int, limit: int, newest: int = 1) -> Sequence:
+def sequence(number: int, length: int, limit: int, newest: int = 1, pages: tuple[int, ...] = ()) -> Sequence:
     return Sequence(
-        number=number, place=number, pages=(), length=length, newest=newest, limit=limit, sampling=GREEDY, top_k=0,
+        number=number, place=number, pages=pages, length=length, newest=newest, limit=limit, sampling=GREEDY, top_k=0,
         draw=0,
     )  # fmt: skip
 
@@ -67,3 +68,40 @@ def test_steps_are_undone_also_where_they_were_written_in_part(steps, written):
         newest = [(7, 9, 1), (2, 3, 4), (3, 4, 5)][steps]
         assert together == [sequence(n, 2 + steps, 5, token) for n, token in enumerate(newest)]
     assert batch.take([2, 2, 2]) == (steps == 2)
+
+
+def test_free_places_and_pages_are_those_that_no_sequence_has():
+    rng = random.Random(1)
+    for _ in range(200):
+        count, most = rng.choice([1, 7, 8, 9, 64, 2 * SOME, 2 * SOME + 3]), rng.randint(1, 6)
+        order = rng.sample(range(count), count)
+        cuts = sorted(rng.randint(0, count) for _ in range(2 * most))
+        parts = [tuple(order[begin:end]) for begin, end in itertools.pairwise(cuts)]
+        held = [sequence(place, 1, 9, pages=part) for place, part in enumerate(parts) if place % 2 and part]
+        places, pages = Places(2 * most, count).free(held)
+        taken = {page for one in held for page in one.pages}
+        assert list(places) == sorted({*range(2 * most)} - {one.place for one in held})
+        found = list(pages)
+        assert found == sorted({*range(count)} - taken) and {type(page) for page in found} <= {int}
+
+
+class Counted(tuple[int, ...]):
+    """Knows how often it was looked through."""
+
+    looks = 0
+
+    def __iter__(self):
+        Counted.looks += 1
+        return super().__iter__()
+
+
+def test_pages_of_others_are_not_looked_through_at_each_admission():
+    """There may be thousands, and a sequence that joins takes few."""
+    held = [sequence(n, 1, 9, pages=Counted(range(100 * n, 100 * n + 100))) for n in range(64)]
+    books = Places(65, 6500)
+    looks = []
+    for _ in range(3):
+        _, pages = books.free(held)
+        assert next(pages) == 6400
+        looks.append(Counted.looks)
+    assert looks[0] and set(looks) == {looks[0]}
