@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 from moe_jax.pallas_kernels.errors import InvalidArgument
 from moe_jax.pallas_kernels.spec import KernelSpec
 
-from .identity import Held, hold
+from .identity import Held, suspects
 from .launches import Copy, LaunchList
 from .resources import Resource, ResourceTable, Snapshot
 from .runtime import Kernel, Runtime
+
+# So many are resolved one by one: that takes less than to look at every buffer.
+FEW_OPERANDS = 64
 
 # A launch with addresses in place of names, or (without a kernel) a copy of so many bytes.
 Call = tuple[Kernel | None, tuple[int, ...], int]
@@ -59,22 +62,27 @@ class Binding(NamedTuple):
 
 def memory(
     where: str, launches: LaunchList, table: ResourceTable, snapshot: Snapshot, known: Held | None = None
-) -> tuple[Held, Sequence[int]]:
-    """What a table has for each buffer, and the buffers that may have another than was known; arguments as of `hold`.
+) -> tuple[Held, Sequence[str]]:
+    """What a table has for the buffers of a list, and which of them may have another memory than was known. It is no
+    claim: the snapshot is, on all that the table has.
+
+    Args:
+        snapshot: of the table, just taken.
+        known: of the same list, at an earlier time or of another table.
 
     Raises:
         InvalidArgument: a buffer is not bound, or bound to memory of another layout.
     """
-    held, moved, missing = hold(table, snapshot, launches, known)
-    if held is None:
-        wanted = "bound in the ResourceTable"
-        raise InvalidArgument(f"memory of {missing!r}", where=where, got="none", wanted=wanted)
-    for index in moved:
-        got, buffer = held.witnesses[index].layout, launches.buffers[index]
-        if got != buffer.layout:
-            got, wanted = tuple(got), tuple(buffer.layout)
-            raise InvalidArgument(f"layout of {buffer.name!r}", where=where, got=got, wanted=wanted)
-    return held, moved
+    moved = launches.order if known is None else suspects(known, table)
+    for name in moved:
+        witness, layout = snapshot.witnesses.get(name), launches.by_name[name].layout
+        if witness is None:
+            wanted = "bound in the ResourceTable"
+            raise InvalidArgument(f"memory of {name!r}", where=where, got="none", wanted=wanted)
+        if witness.layout != layout:
+            got, wanted = tuple(witness.layout), tuple(layout)
+            raise InvalidArgument(f"layout of {name!r}", where=where, got=got, wanted=wanted)
+    return Held(table.serial, snapshot.version, launches, snapshot.witnesses), tuple(moved)
 
 
 class Bindings:
@@ -100,21 +108,25 @@ class Bindings:
             CudaError: a kernel does not load.
         """
         known, snapshot = self._known.get(launches), table.snapshot()
-        version, resources = snapshot
-        if known is not None and known.held.version == version and known.held.table == table.serial:
+        if known is not None and known.held.version == snapshot.version and known.held.table == table.serial:
             self._known.move_to_end(launches)
-            return known, resources
+            return known, snapshot.resources
         held, moved = memory(where, launches, table, snapshot, None if known is None else known.held)
         calls = self._loaded(launches) if known is None else [*known.calls]
-        stale = {launch for index in moved for launch in launches.users[index]}
-        for index, each in zip(stale, launches.addresses(held.witnesses, stale), strict=True):
-            kernel, _, size = calls[index]
-            calls[index] = kernel, each, size
+        uses = [(name, use) for name in moved for use in launches.uses[name]]
+        if known is None or len(uses) > FEW_OPERANDS:
+            addresses = launches.addresses(held.witnesses)
+            calls = [(kernel, each, size) for (kernel, _, size), each in zip(calls, addresses, strict=True)]
+        else:
+            for name, (index, place, offset) in uses:
+                kernel, before, size = calls[index]
+                address = held.witnesses[name].address + offset
+                calls[index] = kernel, (*before[:place], address, *before[place + 1 :]), size
         binding = self._known[launches] = Binding(calls, held)
         self._known.move_to_end(launches)
         if len(self._known) > self._most:
             self._known.popitem(last=False)
-        return binding, resources
+        return binding, snapshot.resources
 
     def refresh(self, table: ResourceTable) -> None:
         """Resolve now what the next step of each list that is remembered would resolve. One that cannot run any more is

@@ -32,6 +32,9 @@ class Event(enum.Enum):
     REALLOCATED = "slot arrays or arenas reallocated (growth)"
     CUDA_FAILED = "error in begin, end, instantiate, update, upload or launch"
 
+    # Each is one object. `Enum` hashes a name, in Python, and a step looks events up.
+    __hash__ = object.__hash__
+
 
 Fate = Literal["kept", "destroyed", "swept", "not bound", "retained", "other key", "updated", "never made"]
 Kind = Literal["direct", "capture", "update", "replay"]

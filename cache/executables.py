@@ -20,6 +20,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 from jax.stages import Compiled
 
+from moe_jax.pallas_kernels.checks import check_path
 from moe_jax.pallas_kernels.errors import InvalidArgument
 
 from .explain import Difference
@@ -321,9 +322,9 @@ def use_compilation_cache(path: str | Path | None) -> None:
         path: a folder, made if it is not there; None switches the cache off.
 
     Raises:
-        InvalidArgument: a path that is not a folder.
+        InvalidArgument: no path, or one that is not of a folder.
     """
-    folder = None if path is None else Path(path).expanduser().absolute()
+    folder = None if path is None else check_path("use_compilation_cache", path).expanduser().absolute()
     if folder is not None:
         if folder.exists() and not folder.is_dir():
             raise InvalidArgument("path", where="use_compilation_cache", got=f"the file {folder}", wanted="a folder")

@@ -309,8 +309,7 @@ class Graphs:
         """
         version = self._registry.version
         if self._seen_registry != version:
-            current, stays = self._registry.current, None if capturing is None else capturing.plan.key
-            self._store.sweep(lambda key: key == stays or current(key.namespace, key.owner_generation, key.generation))
+            self._store.sweep(self._registry.current(), None if capturing is None else capturing.plan.key)
             if capturing is None:
                 self._seen_registry = version
         if table is None:

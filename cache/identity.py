@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from .keys import program_key
 from .launches import Buffer, Launch, LaunchList
-from .resources import Resource, ResourceTable, Snapshot, Witness
+from .resources import Resource, ResourceTable, Witness
 
 Semantics = Literal["independent", "sequential", "speculative"]
 Phase = Literal["decode", "prompt"]
@@ -30,9 +30,9 @@ BankRole = Literal["gate_up", "gate", "up", "down"]
 MOST_PROGRAMS = 256
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False)
 class Certificate:
-    """What a step declares about itself. Anything can be built; `problem` says whether it is well-formed.
+    """What a step declares about itself. Anything can be built; ``problem`` says whether it is well-formed.
 
     Attributes:
         namespace: owner of the step (main model, draft model, an adapter set).
@@ -44,6 +44,9 @@ class Certificate:
         sequences: that live.
         phase: prompt work has keys of its own and is never captured.
         required: the step runs grouped or fails.
+        problem: why no step can be certified by this; None if one can.
+        identity: what of it is part of a key. Independent rows: places for sequences, as which of them live is device
+            data.
     """
 
     namespace: str
@@ -52,37 +55,54 @@ class Certificate:
     rows: int
     bucket: int
     sequences: int
-    phase: Phase = "decode"
-    required: bool = False
+    phase: Phase
+    required: bool
+    problem: str | None = field(init=False, compare=False, repr=False)
+    identity: tuple[str, int, Semantics, Phase, int, int] = field(init=False, compare=False, repr=False)
 
-    @functools.cached_property
-    def problem(self) -> str | None:
-        """Why no step can be certified by this; None if one can."""
-        # Written out: a new owner's first step looks at a new certificate.
-        rows, sequences = self.rows, self.sequences
-        if not (type(self.owner_generation) is type(rows) is type(self.bucket) is type(sequences) is int):
-            return "owner_generation, rows, bucket and sequences must be integers"
-        if type(self.namespace) is not str or not self.namespace:
-            return "no namespace"
-        if self.semantics not in ("independent", "sequential", "speculative"):
-            return f"row semantics {self.semantics!r}"
-        if self.phase not in ("decode", "prompt"):
-            return f"phase {self.phase!r}"
-        if not 1 <= rows <= self.bucket:
-            return f"{rows} rows in a bucket of {self.bucket}"
-        if self.semantics == "independent":
-            fits = sequences == rows
-        elif self.semantics == "sequential":
-            fits = sequences == 1
-        else:
-            fits = sequences >= 1 and rows % sequences == 0
-        return None if fits else f"{sequences} sequences in {rows} {self.semantics} rows"
+    def __init__(
+        self,
+        *,
+        namespace: str,
+        owner_generation: int,
+        semantics: Semantics,
+        rows: int,
+        bucket: int,
+        sequences: int,
+        phase: Phase = "decode",
+        required: bool = False,
+    ):
+        # Not one by one, which takes a frozen class three times as long: a new owner's first step makes a new one.
+        places = bucket if semantics == "independent" else sequences
+        vars(self).update(
+            namespace=namespace, owner_generation=owner_generation, semantics=semantics, rows=rows, bucket=bucket,
+            sequences=sequences, phase=phase, required=required,
+            problem=_problem(namespace, owner_generation, semantics, rows, bucket, sequences, phase),
+            identity=(namespace, owner_generation, semantics, phase, bucket, places),
+        )  # fmt: skip
 
-    @functools.cached_property
-    def identity(self) -> tuple[str, int, Semantics, Phase, int, int]:
-        """What of it is part of a key. Independent rows: places for sequences, as which of them live is device data."""
-        sequences = self.bucket if self.semantics == "independent" else self.sequences
-        return self.namespace, self.owner_generation, self.semantics, self.phase, self.bucket, sequences
+
+def _problem(
+    namespace: str, owner_generation: int, semantics: Semantics, rows: int, bucket: int, sequences: int, phase: Phase
+) -> str | None:
+    """See `Certificate`."""
+    if not (type(owner_generation) is type(rows) is type(bucket) is type(sequences) is int):
+        return "owner_generation, rows, bucket and sequences must be integers"
+    if type(namespace) is not str or not namespace:
+        return "no namespace"
+    if semantics not in ("independent", "sequential", "speculative"):
+        return f"row semantics {semantics!r}"
+    if phase not in ("decode", "prompt"):
+        return f"phase {phase!r}"
+    if not 1 <= rows <= bucket:
+        return f"{rows} rows in a bucket of {bucket}"
+    if semantics == "independent":
+        fits = sequences == rows
+    elif semantics == "sequential":
+        fits = sequences == 1
+    else:
+        fits = sequences >= 1 and rows % sequences == 0
+    return None if fits else f"{sequences} sequences in {rows} {semantics} rows"
 
 
 @dataclass(frozen=True)
@@ -306,6 +326,10 @@ def _text(buffer: Buffer) -> str:
     return f"{buffer.dtype}{list(buffer.shape)} with strides {list(buffer.strides)}"
 
 
+# What is in place of a witness that is no more.
+_GONE = (None,) * len(Witness._fields)
+
+
 class Mismatch(NamedTuple):
     """The first difference a check met: which check, where in what it compares, and both values."""
 
@@ -345,14 +369,14 @@ class Held(NamedTuple):
     Attributes:
         table, version: the table and its version when they were last found to be the present ones.
         launches: whose buffers they are.
-        witnesses: of the resources, in the order of the buffers; never changed, as copies of this share them.
+        witnesses: of all that the table had, by name; never changed, as copies of this share them.
         claim: capsules, which keep the memory while they are referenced; None where it is only remembered.
     """
 
     table: int
     version: int
     launches: LaunchList
-    witnesses: Sequence[Witness]
+    witnesses: Mapping[str, Witness]
     claim: tuple[Any, ...] | None = None
 
     def claiming(self, resources: Mapping[str, Resource]) -> Held:
@@ -365,54 +389,31 @@ class Held(NamedTuple):
         return Held(self.table, version, self.launches, self.witnesses, self.claim)
 
 
-def hold(
-    table: ResourceTable, snapshot: Snapshot, launches: LaunchList, known: Held | None = None
-) -> tuple[Held | None, Sequence[int], str | None]:
-    """What a table has for each buffer of a list. It is no claim: the snapshot is, on all that the table has.
-
-    Args:
-        snapshot: of the table, just taken.
-        known: of the same list, at an earlier time or of another table.
-
-    Returns:
-        None where a buffer is not bound; the buffers that may have another memory than was known; the name of one that
-        is not bound.
-    """
-    version, resources = snapshot
-    moved = range(len(launches.buffers)) if known is None else suspects(known, table)
-    witnesses: list[Any] = [None] * len(launches.buffers) if known is None else [*known.witnesses]
-    for index in moved:
-        name = launches.buffers[index].name
-        resource = resources.get(name)
-        if resource is None:
-            return None, moved, name
-        witnesses[index] = resource.witness
-    return Held(table.serial, version, launches, witnesses), moved, None
-
-
 def check_resources(recorded: Held, table: ResourceTable) -> Mismatch | None:
     """Fingerprint and witnesses. A table that did not move answers with two integers, and one that did is compared in
     what has moved since.
     """
     if recorded.version == table.version and recorded.table == table.serial:
         return None
-    _, present = table.snapshot()
-    for index in suspects(recorded, table):
-        name, was = recorded.launches.buffers[index].name, recorded.witnesses[index]
-        resource = present.get(name)
-        now = None if resource is None else resource.witness
-        if was != now:
-            at = 0 if now is None else next(i for i, value in enumerate(was) if value != now[i])
-            path = f"{name}.{Witness._fields[at]}"
-            return Mismatch("resources", path, was[at], None if now is None else now[at])
+    present = table.snapshot().witnesses
+    for name in suspects(recorded, table):
+        was, now = recorded.witnesses[name], present.get(name)
+        if was == now:
+            continue
+        for part, before, after in zip(Witness._fields, was, now or _GONE, strict=True):
+            if before != after:
+                return Mismatch("resources", f"{name}.{part}", before, after)
     return None
 
 
-def suspects(recorded: Held, table: ResourceTable) -> Sequence[int]:
-    """Places of the buffers whose memory may be another by now: those that have moved since, or all where the table is
-    another one. To be asked after the table was looked into, or what moves in between is missed.
+def suspects(recorded: Held, table: ResourceTable) -> Sequence[str]:
+    """Names of the buffers, in order, whose memory may be another by now: those that have moved since, or all where the
+    table is another one. To be asked after the table was looked into, or what moves in between is missed.
     """
     order = recorded.launches.order
     if recorded.table != table.serial:
-        return range(len(order))
-    return sorted([order[name] for name in table.moved(recorded.version) if name in order])
+        return [*order]
+    found = [name for name in table.moved(recorded.version) if name in order]
+    if len(found) > 1:
+        found.sort(key=order.__getitem__)
+    return found

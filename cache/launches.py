@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -34,9 +34,6 @@ from .names import one_of
 
 ALIGNMENT = 16
 RAW = "uint8"
-
-# Of so many, addresses are worked out operand by operand: that takes less than to look at every buffer.
-FEW_LAUNCHES = 32
 
 _Take = Callable[[list[int]], tuple[int, ...]]
 
@@ -254,45 +251,35 @@ class LaunchList:
         """Bytes of each copy, in order."""
         return tuple(launch.bytes for launch in self.launches if isinstance(launch, Copy))
 
-    def addresses(self, buffers: Sequence[HasAddress], launches: Collection[int]) -> list[tuple[int, ...]]:
-        """Of the operands of some launches, of a copy's target and source.
-
-        Args:
-            buffers: what the buffers are bound to, in order.
-            launches: places in the list.
-        """
-        places = self._places
-        if len(launches) <= FEW_LAUNCHES:
-            return [tuple([buffers[at].address + offset for at, offset in places[index]]) for index in launches]
+    def addresses(self, memory: Mapping[str, HasAddress]) -> list[tuple[int, ...]]:
+        """Of every launch's operands, of a copy's target and source. ``memory``: what the buffers are bound to."""
         inside, takes = self._takes
-        flat = [buffer.address for buffer in buffers]
+        flat = [memory[name].address for name in self.order]
         flat += [flat[index] + offset for index, offset in inside]
-        return [takes[index](flat) for index in launches]
+        return [take(flat) for take in takes]
 
     @functools.cached_property
-    def users(self) -> tuple[tuple[int, ...], ...]:
-        """Of each buffer in order, the places in the list of the launches that name it."""
-        found: list[list[int]] = [[] for _ in self.buffers]
-        for index, launch in enumerate(self.launches):
-            for name in {operand.buffer for operand in _operands(launch)}:
-                found[self.order[name]].append(index)
-        return tuple(map(tuple, found))
+    def uses(self) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+        """Of each buffer, the operands that lie in it: launch, place among its operands, and offset."""
+        found: dict[str, list[tuple[int, int, int]]] = {name: [] for name in self.order}
+        for index, places in enumerate(self._places):
+            for place, (name, offset) in enumerate(places):
+                found[name].append((index, place, offset))
+        return found
 
     @functools.cached_property
-    def _places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Of each launch's operands, the place of the buffer and the offset there."""
-        order = self.order
-        places = ([_place(operand) for operand in _operands(launch)] for launch in self.launches)
-        return tuple(tuple([(order[name], offset) for name, offset in each]) for each in places)
+    def _places(self) -> tuple[tuple[tuple[str, int], ...], ...]:
+        """Of each launch's operands, the buffer and the offset there."""
+        return tuple(tuple([_place(operand) for operand in _operands(launch)]) for launch in self.launches)
 
     @functools.cached_property
     def _takes(self) -> tuple[tuple[tuple[int, int], ...], tuple[_Take, ...]]:
         """Each place inside a buffer once, as its index and an offset; and what takes a launch's addresses from those
         of the buffers followed by those of these places. Worked out once: a step may resolve thousands of operands.
         """
-        at = {(index, 0): index for index in range(len(self.buffers))}
+        at = {(name, 0): index for name, index in self.order.items()}
         takes = tuple([_take([at.setdefault(place, len(at)) for place in places]) for places in self._places])
-        return tuple(place for place in at if place[1]), takes
+        return tuple((self.order[name], offset) for name, offset in at if offset), takes
 
     @functools.cached_property
     def specs(self) -> tuple[KernelSpec, ...]:

@@ -186,8 +186,7 @@ class Registry:
         Raises:
             InvalidArgument: no manifest of the namespace was ever accepted.
         """
-        with self._lock:
-            return self._space(namespace, "owner_generation").owner_generation
+        return (self._namespaces.get(namespace) or self._space(namespace, "owner_generation")).owner_generation
 
     def manifest(self, namespace: str) -> tuple[Manifest | None, int]:
         """The accepted manifest and its candidate generation; (None, 0) where there is none."""
@@ -204,13 +203,16 @@ class Registry:
             return "stale owner generation", f"owner generation {certificate.owner_generation}, now {owner}"
         return None if closed is None else ("admission closed", closed)
 
-    def current(self, namespace: str, owner_generation: int, generation: int) -> bool:
-        """Whether what was made under these generations may still be used."""
-        space = self._namespaces.get(namespace)
-        if space is None:
-            return False
-        accepted = space.accepted
-        return accepted is not None and (space.owner_generation, accepted[1]) == (owner_generation, generation)
+    def current(self) -> dict[str, tuple[int, int]]:
+        """Owner generation and candidate generation of every namespace that has a manifest: what was made under others
+        may be used no more.
+        """
+        spaces = [*self._namespaces.items()]  # as they are now, whatever another thread adds
+        return {
+            name: (space.owner_generation, accepted[1])
+            for name, space in spaces
+            if (accepted := space.accepted) is not None
+        }
 
     def _change(self, namespace: str, method: str, **fields: Any) -> None:
         with self._lock:

@@ -83,8 +83,18 @@ class Resource:
         object.__setattr__(self, "witness", witness)
 
 
-# A version of a table, and all resources that it goes with. It holds their memory.
-Snapshot = tuple[int, Mapping[str, Resource]]
+class Snapshot(NamedTuple):
+    """A version of a table, and all that it goes with. Neither mapping is ever changed.
+
+    Attributes:
+        version: of the table.
+        resources: by name; they hold their memory.
+        witnesses: of the resources, by name; no claim on it, so a graph may remember all of them as one object.
+    """
+
+    version: int
+    resources: Mapping[str, Resource]
+    witnesses: Mapping[str, Witness]
 
 
 class ResourceTable:
@@ -97,18 +107,20 @@ class ResourceTable:
 
     def __init__(self) -> None:
         self.serial = next_serial()
-        # The version and its resources, as one value: neither is ever seen without the other, whatever interrupts a
-        # mutation. The dictionary is never changed: a mutation works on a copy.
-        self._state: tuple[int, dict[str, Resource]] = (0, {})
+        # As one value: no part of it is ever seen without the others, whatever interrupts a mutation, which works on
+        # copies.
+        self._state = Snapshot(0, {}, {})
         # Every name that was ever bound, by the version that its last mutation made; the latest last. Released names
         # stay: a graph that was captured with one must hear that it is gone, however late it asks. So this is bounded
         # by the names that the owner of the table uses at all, not by how often it binds them.
         self._moved: OrderedDict[str, int] = OrderedDict()
+        # A version, the one of the table when it was asked what has moved since, and the answer: a step asks twice.
+        self._asked: tuple[int, int, list[str]] = (0, 0, [])
         self._lock = threading.Lock()
 
     @property
     def version(self) -> int:
-        return self._state[0]
+        return self._state.version
 
     def bind(self, name: str, resource: Resource) -> None:
         """Give a new name its memory.
@@ -117,7 +129,7 @@ class ResourceTable:
             InvalidArgument: the name has some already.
         """
         with self._lock:
-            if name in self._state[1]:
+            if name in self._state.resources:
                 raise InvalidArgument(
                     "name", where="ResourceTable.bind", got=f"{name!r} bound already", wanted="a new one"
                 )
@@ -159,32 +171,38 @@ class ResourceTable:
 
     def get(self, name: str) -> Resource | None:
         """What a name stands for now."""
-        return self._state[1].get(name)
+        return self._state.resources.get(name)
 
     def snapshot(self) -> Snapshot:
         """As it is now: no later mutation changes it."""
         return self._state
 
     def moved(self, version: int) -> list[str]:
-        """Names that were bound, replaced or released since a version of this table."""
+        """Names that were bound, replaced or released since a version of this table; not to be changed."""
+        since, now, found = self._asked
+        if since == version and now == self._state.version:
+            return found
         found = []
         with self._lock:
+            now = self._state.version
             for name, at in reversed(self._moved.items()):
                 if at <= version:
                     break
                 found.append(name)
+        self._asked = version, now, found
         return found
 
     def _set(self, name: str, resource: Resource | None) -> None:
         # In this order, so that an interrupt may come between any two lines: what has moved is always among `moved`.
-        version, resources = self._state[0] + 1, self._state[1].copy()
+        before = self._state
+        version, resources, witnesses = before.version + 1, dict(before.resources), dict(before.witnesses)
         if resource is None:
-            del resources[name]
+            del resources[name], witnesses[name]
         else:
-            resources[name] = resource
+            resources[name], witnesses[name] = resource, resource.witness
         self._moved[name] = version
         self._moved.move_to_end(name)
-        self._state = version, resources
+        self._state = Snapshot(version, resources, witnesses)
 
     def _swap(self, where: str, name: str, resource: Resource) -> Resource:
         with self._lock:
@@ -193,7 +211,7 @@ class ResourceTable:
             return old
 
     def _bound(self, where: str, name: str) -> Resource:
-        resources = self._state[1]
+        resources = self._state.resources
         resource = resources.get(name)
         if resource is None:
             raise InvalidArgument("name", where=where, got=repr(name), wanted=one_of(name, resources))

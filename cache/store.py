@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from moe_jax.pallas_kernels.errors import CudaError, InvalidArgument
@@ -71,7 +71,7 @@ class Entry:
     def fingerprint(self) -> Fingerprint:
         """Of what was captured, or launched last."""
         held = None if self.binding is None else self.binding.held
-        resource = () if held is None else tuple(zip(held.launches.order, held.witnesses, strict=True))
+        resource = () if held is None else tuple([(name, held.witnesses[name]) for name in held.launches.order])
         return Fingerprint(self.plan.program.key, resource)
 
     @property
@@ -158,10 +158,14 @@ class GraphStore:
         return len(self._loose) - self.retired
 
     def add(self, plan: Plan) -> Entry:
-        """A new entry, the most recently used; the oldest go where there are too many."""
+        """A new entry, the most recently used; where there are too many, the oldest go that have no graph.
+
+        A graph has bounds of its own, and may be live where a later plan is out of date: that is looked at after the
+        step.
+        """
         entry = self._newest = self.entries[plan.key] = Entry(plan)
         while len(self.entries) > PLANS_PER_GRAPH * self.max_entries:
-            self._evict(next(iter(self.entries)))
+            self.forget(next(key for key, kept in self.entries.items() if kept.executable is None))
         return entry
 
     def use(self, entry: Entry) -> None:
@@ -184,7 +188,8 @@ class GraphStore:
             self.destroy(graph)
         while (live := self.captured) and self._full(size, live):
             graph = live[0].executable
-            self._evict(live[0].plan.key)
+            self._counters.evictions += 1
+            self.forget(live[0].plan.key)
             self.destroy(graph)
 
     def forget(self, key: PlanKey) -> None:
@@ -197,9 +202,15 @@ class GraphStore:
             self._newest = None
         self.entries.pop(key, None)
 
-    def sweep(self, current: Callable[[PlanKey], bool]) -> None:
-        """Drop entries whose generation is over."""
-        for key in [key for key in self.entries if not current(key)]:
+    def sweep(self, current: Mapping[str, tuple[int, int]], stays: PlanKey | None = None) -> None:
+        """Drop entries whose generation is over.
+
+        Args:
+            current: generations by namespace (`Registry.current`).
+            stays: the key of one that is kept whatever its generation.
+        """
+        # By position, as there may be many: namespace, owner generation, candidate generation.
+        for key in [key for key in self.entries if current.get(key[1]) != (key[2], key[7]) and key != stays]:
             self._counters.swept += 1
             self.forget(key)
 
@@ -207,7 +218,8 @@ class GraphStore:
         """Take an entry's executable from it, if it has one, for good; it waits to be destroyed, with its memory."""
         if entry.executable is not None:
             self._put_off = 0
-            self._loose[entry.executable] = Loose(entry.event, entry.binding, entry.bytes, retired=True)
+            size = estimated_bytes(entry.plan.launches)
+            self._loose[entry.executable] = Loose(entry.event, entry.binding, size, retired=True)
         entry.executable = entry.event = entry.binding = entry.replayed = None
 
     def own(self, make: Callable[[], Any], loose: Loose = Loose()) -> Any:  # noqa: B008 (immutable)
@@ -363,14 +375,8 @@ class GraphStore:
             return True
         return event is None or self._runtime.event_done(event)
 
-    def _evict(self, key: PlanKey) -> None:
-        if self.entries[key].executable is not None:
-            self._counters.evictions += 1
-        self.forget(key)
-
 
 def moved(held: Held, mismatch: Mismatch) -> Event:
     """What it is called that a resource was found elsewhere."""
     name = mismatch.path.rpartition(".")[0]
-    arena = held.witnesses[held.launches.order[name]].use == "arena"
-    return Event.REALLOCATED if arena else Event.WEIGHTS_MOVED
+    return Event.REALLOCATED if held.witnesses[name].use == "arena" else Event.WEIGHTS_MOVED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from toy_step import World, equal_list, manifest, step_launches, weights
 
-from moe_jax.cache import identity
+from moe_jax.cache import binding, identity
 from moe_jax.cache.binding import Bindings
 from moe_jax.cache.launches import Copy, LaunchList
 from moe_jax.errors import InvalidArgument
@@ -13,15 +13,19 @@ from moe_jax.errors import InvalidArgument
 
 @pytest.fixture
 def resolved(monkeypatch) -> list[set[int]]:
-    """Launches whose addresses were resolved, a set for each time."""
+    """Launches that were bound anew, a set for each time that a list was; of a list's first time, all."""
     found: list[set[int]] = []
-    real = LaunchList.addresses
+    real = Bindings.bound
 
-    def addresses(self, buffers, launches):
-        found.append(set(launches))
-        return real(self, buffers, launches)
+    def bound(self, where, launches, table):
+        before = self._known.get(launches)
+        present, resources = real(self, where, launches, table)
+        if present is not before:
+            known = [None] * len(present.calls) if before is None else before.calls
+            found.append({i for i, (a, b) in enumerate(zip(known, present.calls, strict=True)) if a is not b})
+        return present, resources
 
-    monkeypatch.setattr(LaunchList, "addresses", addresses)
+    monkeypatch.setattr(Bindings, "bound", bound)
     return found
 
 
@@ -51,7 +55,9 @@ def test_only_launches_whose_memory_moved_are_resolved_anew(resolved):
     assert resolved[2:] == [users(launches, "tokens/2")], "what other lists use does not count"
 
 
-def test_every_address_is_that_of_the_table_after_any_mutation():
+@pytest.mark.parametrize("few", [0, 1, 3, binding.FEW_OPERANDS])
+def test_every_address_is_that_of_the_table_after_any_mutation(few, monkeypatch):
+    monkeypatch.setattr(binding, "FEW_OPERANDS", few)
     world = World()
     world.add_bucket(2)
     bindings, launches = Bindings(world.runtime, 4), step_launches(2)
@@ -174,7 +180,7 @@ def test_a_mutation_while_a_list_is_bound_is_seen_by_the_next_step(monkeypatch):
     bindings, launches = Bindings(world.runtime, 4), equal_list(2)
     bindings.bound("test", launches, world.table)
     world.place("router.0", weights(1)["router.0"], "weights")
-    real = identity.suspects
+    real = binding.suspects
 
     def suspects(recorded, table):
         found = real(recorded, table)
@@ -182,7 +188,7 @@ def test_a_mutation_while_a_list_is_bound_is_seen_by_the_next_step(monkeypatch):
         world.place("down.0", weights(1)["down.0"], "weights")
         return found
 
-    monkeypatch.setattr(identity, "suspects", suspects)
+    monkeypatch.setattr(binding, "suspects", suspects)
     for _ in range(2):
         calls = bindings.bound("test", launches, world.table)[0].calls
     assert [call[1] for call in calls] == at(world, launches)

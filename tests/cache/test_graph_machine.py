@@ -249,7 +249,7 @@ def test_with_the_witness_check_broken_it_emits_wrong_tokens(monkeypatch):
 
 def test_with_generations_not_swept_it_leaks(monkeypatch):
     """And one that keeps what is over."""
-    monkeypatch.setattr(graphs.GraphStore, "sweep", lambda self, current: None)
+    monkeypatch.setattr(graphs.GraphStore, "sweep", lambda *_: None)
     world = World()
     world.warm(2)
     world.registry.advance_owner("main")

@@ -250,18 +250,6 @@ def test_those_that_wait_make_room_before_a_live_one_does(world_for, monkeypatch
     assert world.step(2).handle is handles[2]
 
 
-def test_plans_that_are_forgotten_for_room_destroy_nothing_in_a_direct_step(monkeypatch):
-    """A graph that has not been used for long, among many prompts."""
-    world = World(max_entries=1)
-    handle = warm(world, 1)[1]
-    seen = watched(world, monkeypatch)
-    for rows in range(2, 2 + store.PLANS_PER_GRAPH):
-        world.step(rows, phase="prompt", semantics="sequential", sequences=1)
-    stats = world.counts_add_up()
-    assert (stats["evictions"], stats["retired"], stats["graphs"]) == (1, 1, 0) and seen == []
-    assert handle in world.runtime.executables
-
-
 @pytest.mark.parametrize("call", ["destroy", "event_done"])
 def test_an_error_there_does_not_disturb_the_step(world_for, call):
     world = world_for()
@@ -372,9 +360,9 @@ def test_graphs_of_other_keys_are_looked_at_when_the_step_is_queued(monkeypatch)
     world.inputs(2, 2)
     before, real, seen = world.runtime.calls["launch"], world.graphs._store.sweep, []
 
-    def sweep(current) -> None:
+    def sweep(*arguments) -> None:
         seen.append(world.runtime.calls["launch"] - before)
-        real(current)
+        real(*arguments)
 
     monkeypatch.setattr(world.graphs._store, "sweep", sweep)
     queue(world, 2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from toy_step import World, equal_list, manifest
 
-from moe_jax.cache.store import estimated_bytes
+from moe_jax.cache.store import PLANS_PER_GRAPH, estimated_bytes
 
 SIZE = estimated_bytes(equal_list(2))
 BOUNDS: dict[str, dict[str, Any]] = {"entries": {"max_entries": 2}, "bytes": {"max_bytes": 2 * SIZE}}
@@ -95,6 +95,24 @@ def test_who_is_out_of_date_goes_before_a_live_one(world_for, way, noticed):
     assert (stats["graphs"], stats["retired"], stats["evictions"]) == (2, 0, 0)
     assert stats["swept"] == (1 if way != "memory" else 0)
     assert dead not in world.runtime.executables and world.step(1).handle is live
+    world.nothing_leaked()
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_plan_without_a_graph_goes_before_a_live_graph(world_for, moves):
+    """Though it was used after that: it is small, and its owner may have moved, which is found out after the step."""
+    world = world_for(max_entries=1)
+    world.registry.accept(manifest(namespace="draft"))
+    live = warm(world, 1)[1]
+    prompt = {"phase": "prompt", "semantics": "sequential", "sequences": 1}
+    for turn in range(2 * PLANS_PER_GRAPH):
+        if moves and turn % 3 == 0:
+            world.registry.advance_owner("draft")
+        world.step(2 + turn, **prompt, **of_draft(world))
+        stats = world.counts_add_up()
+        assert (stats["graphs"], stats["retired"], stats["evictions"]) == (1, 0, 0)
+        assert stats["plans"] <= PLANS_PER_GRAPH
+    assert world.step(1).handle is live
     world.nothing_leaked()
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from toy_step import World, manifest, step_launches
 
+from moe_jax.cache.binding import memory
 from moe_jax.cache.identity import (
     Fingerprint,
     Held,
@@ -15,7 +16,6 @@ from moe_jax.cache.identity import (
     check_program,
     check_properties,
     check_resources,
-    hold,
 )
 from moe_jax.cache.resources import next_serial
 
@@ -30,8 +30,9 @@ def plan(world: World | None = None, *, launches=None, bucket: int = 2, **change
 
 def held(world: World) -> Held:
     world.add_bucket(2)
-    found, moved, missing = hold(world.table, world.table.snapshot(), step_launches(2))
-    assert missing is None and found is not None and [*moved] == [*range(len(found.witnesses))]
+    launches = step_launches(2)
+    found, moved = memory("test", launches, world.table, world.table.snapshot())
+    assert [*moved] == [*launches.order]
     return found
 
 
@@ -142,6 +143,18 @@ def test_4_memory_of_other_steps_does_not_count():
     assert world.step(2).kind == "replay"
 
 
+def test_4_of_several_differences_the_first_buffers_is_given():
+    """Whichever moved last."""
+    for names in (("router.0", "down.1"), ("down.1", "router.0")):
+        world = World()
+        known = held(world)
+        first = min(names, key=known.launches.order.__getitem__)
+        for name in names:
+            world.table.replace(name, replace(world.table.get(name), serial=next_serial()))
+        found = check_resources(known, world.table)
+        assert found is not None and found.path == f"{first}.serial"
+
+
 def test_4_another_table_is_another_owner_of_everything():
     world, other = World(), World()
     known = held(world)
@@ -151,7 +164,7 @@ def test_4_another_table_is_another_owner_of_everything():
 
 def fingerprint(world: World) -> Fingerprint:
     found = held(world)
-    return Fingerprint(plan(world).program.key, tuple(zip(found.launches.order, found.witnesses, strict=True)))
+    return Fingerprint(plan(world).program.key, tuple((n, found.witnesses[n]) for n in found.launches.order))
 
 
 def test_fingerprints_have_a_portable_part_and_one_of_this_process():

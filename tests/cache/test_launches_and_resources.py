@@ -15,7 +15,6 @@ import pytest
 from toy_step import HostFunction, kernel, manifest, step_launches
 
 from moe_jax import cache
-from moe_jax.cache import launches as launches_module
 from moe_jax.cache.launches import Buffer, Copy, Launch, LaunchList, Operand, _take, dense
 from moe_jax.cache.names import one_of
 from moe_jax.cache.registry import Registry
@@ -317,8 +316,8 @@ def test_an_interrupt_within_a_mutation_leaves_the_old_state_or_the_new_one(muta
         table.bind(name, resource())
     version = table.version
     table.replace("a", resource())
-    before, held = table.snapshot()
-    copy = dict(held)
+    before, held, values = table.snapshot()
+    copies = dict(held), dict(values)
 
     def trace(frame, event, _):
         if frame.f_code.co_name not in ("_set", "_swap", mutation):
@@ -338,8 +337,9 @@ def test_an_interrupt_within_a_mutation_leaves_the_old_state_or_the_new_one(muta
         pass
     finally:
         sys.settrace(tracer)
-    seen, present = table.snapshot()
-    assert (seen == before) == (present == copy) and held == copy
+    seen, present, witnesses = table.snapshot()
+    assert (seen == before) == (present == copies[0]) and (held, values) == copies
+    assert witnesses == {name: each.witness for name, each in present.items()}
     if seen != before:
         assert seen == before + 1 and table.moved(before) == ["d" if mutation == "bind" else "a"]
     assert "a" in table.moved(version)
@@ -351,11 +351,12 @@ def test_later_mutations_change_no_snapshot():
     table = ResourceTable()
     first, second = resource(), resource()
     table.bind("a", first)
-    version, seen = table.snapshot()
+    seen = table.snapshot()
     table.replace("a", second)
     table.bind("b", first)
-    assert (version, dict(seen)) == (1, {"a": first})
-    assert table.snapshot()[1] == {"a": second, "b": first} and table.get("a") is second
+    assert seen == (1, {"a": first}, {"a": first.witness})
+    assert table.snapshot().resources == {"a": second, "b": first} and table.get("a") is second
+    assert table.snapshot().witnesses == {"a": second.witness, "b": first.witness}
 
 
 def test_tables_refuse_what_is_not_theirs_and_do_not_move():
@@ -429,16 +430,14 @@ def test_a_witness_is_all_of_a_resource_but_its_capsule():
         assert replace(one, **change).witness != one.witness
 
 
-def test_launches_of_any_number_of_operands_get_their_addresses(monkeypatch):
+def test_launches_of_any_number_of_operands_get_their_addresses():
     buffers = dense("a", "uint8", (256,)), dense("b", "uint8", (256,))
     launches = LaunchList(
         buffers, (Copy(Operand("b", 32), Operand("a", 16), 8), Copy(Operand("a", 16), Operand("b"), 8))
     )
-    places = [SimpleNamespace(address=address) for address in (1000, 2000)]
-    for few in (0, 1, 2):
-        monkeypatch.setattr(launches_module, "FEW_LAUNCHES", few)
-        assert launches.addresses(places, range(2)) == [(2032, 1016), (1016, 2000)]
-        assert launches.addresses(places, [1]) == [(1016, 2000)] and launches.users == ((0, 1), (0, 1))
+    places = {name: SimpleNamespace(address=address) for name, address in (("a", 1000), ("b", 2000))}
+    assert launches.addresses(places) == [(2032, 1016), (1016, 2000)]
+    assert launches.uses == {"a": [(0, 1, 16), (1, 0, 16)], "b": [(0, 0, 32), (1, 1, 0)]}
     for count in range(4):
         take = _take([2, 0, 1][:count])
         assert take([10, 11, 12]) == (12, 10, 11)[:count]

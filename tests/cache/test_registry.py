@@ -99,12 +99,11 @@ def test_generations_only_grow_and_belong_to_namespaces():
         2,
         3,
     ]
-    assert registry.current("main", 1, 3) and registry.current("draft", 1, 2)
-    assert not registry.current("main", 1, 1) and not registry.current("none", 1, 1)
+    assert registry.current() == {"main": (1, 3), "draft": (1, 2)}
     assert registry.advance_owner("draft") == 2 and registry.owner_generation("main") == 1
-    assert not registry.current("draft", 1, 2) and registry.current("draft", 2, 2)
+    assert registry.current() == {"main": (1, 3), "draft": (2, 2)}
     registry.retire("main")
-    assert not registry.current("main", 1, 3) and registry.manifest("main") == (None, 0)
+    assert registry.current() == {"draft": (2, 2)} and registry.manifest("main") == (None, 0)
     assert registry.accept(manifest()) == 4
 
 
