@@ -19,10 +19,11 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from moe_jax.cache import Executables, program_key
 from moe_jax.errors import CannotServe, InvalidArgument
+from moe_jax.pallas_kernels.checks import plain
 
 from .models.kv import Cache
 from .sampling import Sampling, sample, token_logprobs
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, check_text
 
 # Tokens of a step, and their log-probabilities.
 Column = tuple[Int32[np.ndarray, " B"], Float32[np.ndarray, " B"]]
@@ -213,13 +214,13 @@ def parse_stop(stop: Any, end_tokens: Sequence[int], vocabulary: int, tokenizer:
             tokenizer.
     """
     where = "generate(stop=…)"
-    stop = _plain(stop)
+    stop = plain(stop)
     stop = [] if stop is None else [stop] if isinstance(stop, (int, np.integer, str)) else stop
     if not isinstance(stop, (list, tuple)):
         raise InvalidArgument(
             "type of stop", where=where, got=repr(stop), wanted="an id, a string, or a list, tuple or array of them"
         )
-    items = [_plain(item) for item in stop]
+    items = [plain(item) for item in stop]
     tokens, sequences, strings = set(end_tokens), [], []
     for item in items:
         if isinstance(item, str):
@@ -231,7 +232,7 @@ def parse_stop(stop: Any, end_tokens: Sequence[int], vocabulary: int, tokenizer:
                 raise InvalidArgument("stop string", where=where, got="''", wanted="at least one character")
             strings.append(item)
             # Text leaves special tokens out, so a stop that names one is looked for as a token too.
-            token = tokenizer.token_id(item)
+            token = tokenizer.token_id(check_text(where, item))
             tokens |= set() if token is None else {token}
             continue
         ids = [item] if isinstance(item, (int, np.integer)) else item
@@ -245,14 +246,6 @@ def parse_stop(stop: Any, end_tokens: Sequence[int], vocabulary: int, tokenizer:
         else:
             sequences.append(tuple(int(i) for i in ids))
     return Stop(frozenset(tokens), tuple(sequences), tuple(strings))
-
-
-def _plain(value: Any) -> Any:
-    """An array of NumPy or JAX as Python's numbers; what else there is, as it is."""
-    if isinstance(value, jax.core.Tracer) or not isinstance(value, (np.ndarray, jax.Array)):
-        return value
-    random_keys = jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
-    return value if random_keys else value.tolist()
 
 
 def _is_token(value: Any, vocabulary: int) -> bool:

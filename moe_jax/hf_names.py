@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 
 from moe_jax.errors import CheckpointError, InvalidArgument
+from moe_jax.pallas_kernels.checks import check_choice, check_integer, check_kind, check_shape
 from moe_jax.pallas_kernels.grouped_moe import Activation, MoEConfig
 
 
@@ -60,6 +61,7 @@ FAMILIES = {
     "qwen3_moe": Names("mlp", *_PROJ),
     "olmoe": Names("mlp", *_PROJ),
 }
+_LAYER = "{layer}"
 SHARED = ("shared_gate_up", "shared_down", "shared_gate")
 
 
@@ -80,19 +82,28 @@ def to_hf(
         InvalidArgument: an array that the family has no name for, one that is missing, or a shape that does not
             fit.
     """
-    names = _family("to_hf", config, family)
+    where = "to_hf"
+    names = _family(where, config, family, prefix)
+    check_kind(where, "arrays", arrays, Mapping)
     host = {name: np.asarray(value) for name, value in arrays.items() if value is not None}
     required = {"router", "gate_up", "down", *(SHARED if names.shared else ())}
     if set(host) != required:
-        raise InvalidArgument(f"arrays of a {family} layer", where="to_hf", got=sorted(host), wanted=sorted(required))
+        got = sorted(map(str, host))
+        raise InvalidArgument(f"arrays of a {family} layer", where=where, got=got, wanted=sorted(required))
     if layer_axis is None:
         return _one_to_hf(host, config, names, prefix)
-    _check_prefix("to_hf", prefix)
+    layer_axis = _check_layers(where, prefix, layer_axis)
+    counts = {name: value.shape[layer_axis : layer_axis + 1] for name, value in host.items()}
+    (layers,) = counts["router"] or (1,)
+    for name, count in counts.items():
+        if count != (layers,):
+            got = " ".join(map(str, count)) or "no such axis"
+            raise InvalidArgument(f"layers of {name}", where=where, got=got, wanted=f"{layers}, as of router")
     stacked = {name: np.moveaxis(value, layer_axis, 0) for name, value in host.items()}
     tensors: dict[str, np.ndarray] = {}
-    for number in range(stacked["router"].shape[0]):
+    for number in range(layers):
         one = {name: value[number] for name, value in stacked.items()}
-        tensors |= _one_to_hf(one, config, names, prefix.format(layer=number))
+        tensors |= _one_to_hf(one, config, names, prefix.replace(_LAYER, str(number)))
     return tensors
 
 
@@ -115,18 +126,23 @@ def from_hf(
 
     Raises:
         CheckpointError: a tensor missing, one expert too many, or a shape that does not fit.
+        InvalidArgument: an argument of another kind.
     """
-    names = _family("from_hf", config, family)
+    where = "from_hf"
+    names = _family(where, config, family, prefix)
+    check_kind(where, "tensors", tensors, Mapping)
     if layers is None:
         return _one_from_hf(tensors, config, names, prefix)
-    _check_prefix("from_hf", prefix)
-    each = [_one_from_hf(tensors, config, names, prefix.format(layer=number)) for number in range(layers)]
+    layer_axis = _check_layers(where, prefix, layer_axis)
+    numbers = range(check_integer(where, "layers", layers, 1))
+    each = [_one_from_hf(tensors, config, names, prefix.replace(_LAYER, str(number))) for number in numbers]
     return {name: np.stack([one[name] for one in each], axis=layer_axis) for name in each[0]}
 
 
-def _family(where: str, config: MoEConfig, family: str) -> Names:
-    if family not in FAMILIES:
-        raise InvalidArgument("family", where=where, got=repr(family), wanted=" or ".join(FAMILIES))
+def _family(where: str, config: MoEConfig, family: str, prefix: str) -> Names:
+    check_kind(where, "config", config, MoEConfig)
+    check_choice(where, "family", family, FAMILIES)
+    check_kind(where, "prefix", prefix, str)
     if not config.activation.gated:
         raise InvalidArgument(
             f"activation for {family}", where=where, got=config.activation.name, wanted="one with a gate"
@@ -134,21 +150,24 @@ def _family(where: str, config: MoEConfig, family: str) -> Names:
     return FAMILIES[family]
 
 
-def _check_prefix(where: str, prefix: str) -> None:
-    if "{layer}" not in prefix:
-        raise InvalidArgument("prefix of stacked layers", where=where, got=repr(prefix), wanted="text with {layer}")
+def _check_layers(where: str, prefix: str, layer_axis: int | None) -> int:
+    if _LAYER not in prefix:
+        raise InvalidArgument("prefix of stacked layers", where=where, got=repr(prefix), wanted=f"text with {_LAYER}")
+    return check_integer(where, "layer_axis", layer_axis, 0, 1)
 
 
 def _one_to_hf(arrays: Mapping[str, np.ndarray], config: MoEConfig, names: Names, prefix: str) -> dict[str, np.ndarray]:
     block, experts = f"{prefix}{names.block}", config.router.experts
-    hidden = arrays["router"].shape[-1]
-    for name, wanted in {
-        "router": (experts, hidden),
-        "gate_up": (experts, 2 * arrays["down"].shape[-1], hidden),
-        "down": (experts, hidden, arrays["down"].shape[-1]),
-    }.items():
-        if arrays[name].shape != wanted:
-            raise InvalidArgument(f"shape of {name}", where="to_hf", got=arrays[name].shape, wanted=wanted)
+
+    def check(name: str, *wanted: int | str) -> int:
+        check_shape("to_hf", name, arrays[name], wanted)
+        return arrays[name].shape[-1]
+
+    hidden = check("router", experts, "H")
+    check("gate_up", experts, 2 * check("down", experts, hidden, "I"), hidden)
+    if names.shared:
+        check("shared_gate_up", 2 * check("shared_down", hidden, "S"), hidden)
+        check("shared_gate", 1, hidden)
     tensors = {f"{block}.gate.weight": arrays["router"]}
     for e in range(experts):
         tensors |= _feed_forward(f"{block}.experts.{e}", arrays["gate_up"][e], arrays["down"][e], config, names)
@@ -174,7 +193,7 @@ def _one_from_hf(
     block, experts = f"{prefix}{names.block}", config.router.experts
     number = re.compile(re.escape(block) + r"\.experts\.(\d+)\.")
     for name in tensors:
-        found = number.match(name)
+        found = number.match(str(name))
         if found and int(found[1]) >= experts:
             raise CheckpointError("extra expert", where=name, got=f"expert {found[1]}", wanted=f"0 to {experts - 1}")
     router = _take(tensors, f"{block}.gate.weight", (experts, None))

@@ -25,9 +25,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32
 
-from moe_jax.pallas_kernels.checks import check_kind
+from moe_jax.pallas_kernels.checks import (
+    check_array,
+    check_float,
+    check_function,
+    check_integer,
+    check_kind,
+    check_switch,
+)
 from moe_jax.pallas_kernels.errors import InvalidArgument
 from moe_jax.pallas_kernels.grouped_moe import ExpertWeights, MoEConfig, SharedExpert, grouped_moe
 from moe_jax.pallas_kernels.route import router_logits
@@ -65,13 +73,16 @@ def parameter_shapes(
     """Shapes of the arrays that a layer with these options has, in the table's order.
 
     Raises:
-        InvalidArgument: a size below 1, or a gate for a shared expert that is not there.
+        InvalidArgument: a value of another kind, a size below 1, or a gate for a shared expert that is not there.
     """
     check_kind(where, "config", config, MoEConfig)
-    sizes = {"features": features, "hidden_features": hidden_features, "shared_features": shared_features}
-    for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise InvalidArgument(name, where=where, got=size, wanted="at least 1")
+    features = check_integer(where, "features", features, 1)
+    hidden_features = check_integer(where, "hidden_features", hidden_features, 1)
+    if shared_features is not None:
+        shared_features = check_integer(where, "shared_features", shared_features, 1)
+    switches = {"use_bias": use_bias, "use_router_bias": use_router_bias, "use_selection_bias": use_selection_bias}
+    for name, value in (switches | {"shared_gate": shared_gate}).items():
+        check_switch(where, name, value)
     if shared_gate and shared_features is None:
         raise InvalidArgument(
             "shared_gate without a shared expert", where=where, got="shared_features=None", wanted="shared_features"
@@ -122,18 +133,32 @@ def initial(name: str, key: Callable[[], Array], shape: tuple[int, ...], dtype: 
     return matrix(key()) if len(shape) == 2 else jax.vmap(matrix)(jax.random.split(key(), shape[0]))
 
 
-def check_partitioning(where: str, partitioning: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse axis names for an array that is not there, or too many of them.
+def check_making(
+    where: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    dtype: Any,
+    param_dtype: Any,
+    kernel_init: Initializer,
+    partitioning: Mapping[str, Any],
+) -> None:
+    """Refuse dtypes, an initialiser or axis names that the arrays of these shapes cannot have.
 
     Raises:
-        InvalidArgument: naming the array.
+        InvalidArgument: naming the option, and the array that axes are for.
     """
+    if dtype is not None:
+        check_float(where, "dtype", dtype)
+    check_float(where, "param_dtype", param_dtype, None)
+    check_function(where, "kernel_init", kernel_init)
+    check_kind(where, "partitioning", partitioning, Mapping)
     for name, axes in partitioning.items():
         if name not in shapes:
             raise InvalidArgument("partitioning", where=where, got=repr(name), wanted=" or ".join(shapes))
-        if len(axes) > len(shapes[name]):
+        several = isinstance(axes, (tuple, list, PartitionSpec)) and len(axes) <= len(shapes[name])
+        if not several or any(isinstance(axis, (int, float)) for axis in axes):
             raise InvalidArgument(
-                f"partitioning of {name}", where=where, got=axes, wanted=f"at most {len(shapes[name])} axis names"
+                f"partitioning of {name}", where=where, got=repr(axes), wanted=f"at most {len(shapes[name])} axis names"
             )
 
 
@@ -153,6 +178,18 @@ def expert_weights(arrays: Arrays) -> ExpertWeights:
     )
 
 
+def features_of(x: Float[Array, "*n H"]) -> int:
+    """Size of the last axis.
+
+    Raises:
+        InvalidArgument: no array, or one without axes.
+    """
+    check_array("MoE", "x", x)
+    if x.ndim < 1:
+        raise InvalidArgument("shape of x", where="MoE", got=[], wanted="[..., H]")
+    return x.shape[-1]
+
+
 def rows_of(x: Float[Array, "*n H"], features: int, arrays: Arrays, dtype: Any) -> Float[Array, "T H"]:
     """Leading axes flattened, in the dtype that the layer computes in.
 
@@ -162,7 +199,7 @@ def rows_of(x: Float[Array, "*n H"], features: int, arrays: Arrays, dtype: Any) 
     Raises:
         InvalidArgument: last axis of another size, or not a floating point array.
     """
-    if x.ndim < 1 or x.shape[-1] != features:
+    if features_of(x) != features:
         raise InvalidArgument("shape of x", where="MoE", got=list(x.shape), wanted=f"[..., {features}]")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise InvalidArgument("dtype of x", where="MoE", got=x.dtype.name, wanted="a floating point dtype")

@@ -11,6 +11,7 @@ from flax.core import FrozenDict
 from jaxtyping import Array, Float
 
 from moe_jax import layer
+from moe_jax.pallas_kernels.checks import check_kind
 from moe_jax.pallas_kernels.grouped_moe import MoEConfig
 
 
@@ -56,6 +57,7 @@ class MoE(linen.Module):
 
     def __post_init__(self) -> None:
         # A Linen module is hashed when it is a static argument of jit; a plain dict would not be.
+        check_kind("linen.MoE", "partitioning", self.partitioning, Mapping)
         self.partitioning = FrozenDict(self.partitioning)
         super().__post_init__()
 
@@ -70,9 +72,10 @@ class MoE(linen.Module):
             ``[..., H]`` in ``dtype``, or in the common type of ``x`` and the parameters.
 
         Raises:
-            InvalidArgument: options that do not fit together, or ``x`` is not floating point.
+            InvalidArgument: an option of another kind, options that do not fit together, or ``x`` is no floating point
+                array.
         """
-        features = x.shape[-1]
+        features = layer.features_of(x)
         arrays = self._declare(features)
         rows = layer.rows_of(x, features, arrays, self.dtype)
         logits = layer.layer_logits(rows, arrays)
@@ -91,7 +94,14 @@ class MoE(linen.Module):
             shared_features=self.shared_features,
             shared_gate=self.shared_gate,
         )
-        layer.check_partitioning("linen.MoE", self.partitioning, shapes)
+        layer.check_making(
+            "linen.MoE",
+            shapes,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+            partitioning=self.partitioning,
+        )
         return {name: self._array(name, shape) for name, shape in shapes.items()}
 
     def _array(self, name: str, shape: tuple[int, ...]) -> Array:

@@ -81,7 +81,7 @@ def checkpoint_folder(path: str | Path | None) -> Path:
     """The folder that `load` reads: the shipped model's, the one named, or a repository's in the local cache."""
     if path is None:
         return Path(__file__).parent / "assets" / "tiny_moe"
-    if not isinstance(path, (str, Path)) or not str(path):
+    if not isinstance(path, (str, Path)) or not str(path) or "\0" in str(path):
         raise InvalidArgument("model", where="load", got=repr(path), wanted="a folder, a repository id, or None")
     folder = Path(os.path.expanduser(path))  # leaves the ~ of an unknown user, where Path.expanduser raises
     if folder.is_dir():

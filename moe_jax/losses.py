@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
+from moe_jax.pallas_kernels.checks import FLOATS, check_array, check_dtype, check_integer
 from moe_jax.pallas_kernels.errors import InvalidArgument
 from moe_jax.pallas_kernels.route.reference import top_k_ids
 
@@ -36,14 +37,19 @@ def load_balancing_loss(
         f32 scalar; 0 when no row counts.
 
     Raises:
-        InvalidArgument: no layer, shapes that differ, or a wrong ``top_k``.
+        InvalidArgument: no layer, what is no array, shapes that differ, or a wrong ``top_k``.
     """
     layers = list(router_logits) if isinstance(router_logits, Sequence) else [router_logits]
     if not layers:
         raise InvalidArgument("router_logits", where=WHERE, got="no layer", wanted="at least one array [..., E]")
+    for logits in layers:
+        check_dtype(WHERE, "router_logits", logits, FLOATS)
+        if logits.ndim < 1:
+            raise InvalidArgument("shape of router_logits", where=WHERE, got=[], wanted="[..., E]")
     experts = layers[0].shape[-1]
-    if not 1 <= top_k <= experts:
-        raise InvalidArgument("top_k", where=WHERE, got=top_k, wanted=f"1 to E={experts}")
+    top_k = check_integer(WHERE, "top_k", top_k, 1, experts)
+    if mask is not None:
+        check_array(WHERE, "mask", mask)
     counts = jnp.zeros(experts, jnp.float32)
     probabilities = jnp.zeros(experts, jnp.float32)
     rows = jnp.float32(0)

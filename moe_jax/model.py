@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +15,10 @@ from jaxtyping import Array, Float32, Int, Int32
 
 from moe_jax.cache import Executables, program_key
 from moe_jax.errors import InvalidArgument
+from moe_jax.pallas_kernels.checks import check_integer, check_kind, check_switch, shown
 
 from . import generation, serving
-from .models.config import ModelConfig, shown
+from .models.config import ModelConfig
 from .sampling import Sampling, sampling
 from .serving import GraphsMode
 from .tokenizer import Tokenizer
@@ -41,6 +41,8 @@ class Model:
     there then. It is split once at the start of each call, never for each step; programs are compiled anew only when
     its structure, shapes, dtypes or devices have changed. Models of equal structure share their programs.
 
+    Raises `InvalidArgument` when it is made of something else.
+
     Attributes:
         config: what the model is.
         module: the NNX module, a `moe_jax.models.decoder.Decoder`.
@@ -48,6 +50,10 @@ class Model:
     """
 
     def __init__(self, config: ModelConfig, module: nnx.Module, tokenizer: Tokenizer | None = None):
+        check_kind("Model", "config", config, ModelConfig)
+        check_kind("Model", "module", module, nnx.Module)
+        if tokenizer is not None:
+            check_kind("Model", "tokenizer", tokenizer, Tokenizer)
         self.config, self.module, self.tokenizer = config, module, tokenizer
         self._programs: tuple[tuple[Any, ...], Executables, str] | None = None
         self._serving: serving.Serving | None = None
@@ -88,7 +94,7 @@ class Model:
         """
         where = "model(tokens)"
         _refuse_traced(where, tokens)
-        ids = np.asarray(tokens)
+        ids = _array(where, tokens)
         if ids.ndim != 2 or 0 in ids.shape:
             raise InvalidArgument("shape of tokens", where=where, got=list(ids.shape), wanted="[B, T], neither 0")
         self._check_ids(where, ids)
@@ -205,11 +211,8 @@ class Model:
         where = "generate"
         parameters = sampling(temperature, top_p, seed)
         rows = self.token_rows(prompts)
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, (int, np.integer)) or max_new_tokens < 1:
-            raise InvalidArgument(
-                "max_new_tokens", where=where, got=repr(max_new_tokens), wanted="an integer, 1 or more"
-            )
-        count = operator.index(max_new_tokens)
+        count = check_integer(where, "max_new_tokens", max_new_tokens, 1)
+        logprobs, stream = (check_switch(where, *each) for each in (("logprobs", logprobs), ("stream", stream)))
         longest = max(len(row) for row in rows)
         if longest + count > self.config.max_positions:
             raise InvalidArgument(
@@ -251,6 +254,10 @@ class Model:
 
         A checkpoint that was in the folder is replaced, its tokenizer too, or removed when this model has none. A save
         that fails leaves the old checkpoint or the new one, whole.
+
+        Raises:
+            InvalidArgument: ``path`` is no path, or the config does not describe the module.
+            OSError: of the file system.
         """
         from moe_jax.checkpoint import save_module
 
@@ -326,7 +333,7 @@ class Model:
                 raise InvalidArgument(
                     "empty prompt", where=where, got=f"no token in prompt {index}", wanted="at least one token"
                 )
-            ids = np.asarray(row)
+            ids = _array(f"{where}[{index}]", row)
             if not np.issubdtype(ids.dtype, np.integer) and all(_kind(item) == "id" for item in row):
                 ids = np.asarray(row, object)  # no dtype of integers holds them all
             self._check_ids(f"{where}[{index}]", ids)
@@ -357,6 +364,13 @@ class Model:
                 got=shown(int(outside[0])),
                 wanted=f"0 to {self.config.vocab_size - 1}",
             )
+
+
+def _array(where: str, ids: Any) -> np.ndarray:
+    try:
+        return np.asarray(ids)
+    except ValueError as error:
+        raise InvalidArgument("tokens", where=where, got="a list of uneven parts", wanted="integers") from error
 
 
 def _refuse_traced(where: str, *values: Any) -> None:

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from moe_jax import layer
+from moe_jax.pallas_kernels.checks import check_kind
 from moe_jax.pallas_kernels.grouped_moe import ExpertWeights, MoEConfig
 from moe_jax.pallas_kernels.route import Routing, route
 
@@ -92,7 +93,7 @@ class MoE(nnx.Module):
             rngs: its ``params`` stream gives the keys.
 
         Raises:
-            InvalidArgument: options that do not fit together.
+            InvalidArgument: an option of another kind, or options that do not fit together.
         """
         shapes = layer.parameter_shapes(
             "nnx.MoE",
@@ -105,7 +106,15 @@ class MoE(nnx.Module):
             shared_features=shared_features,
             shared_gate=shared_gate,
         )
-        layer.check_partitioning("nnx.MoE", partitioning, shapes)
+        layer.check_making(
+            "nnx.MoE",
+            shapes,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            partitioning=partitioning,
+        )
+        check_kind("nnx.MoE", "rngs", rngs, nnx.Rngs)
         self.features, self.hidden_features, self.config = features, hidden_features, config
         self.dtype = None if dtype is None else jnp.dtype(dtype)
         for name in layer.NAMES:

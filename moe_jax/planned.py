@@ -21,6 +21,7 @@ from moe_jax.cache.executables import Compilation, Executables, Program, differi
 from moe_jax.cache.explain import Difference
 from moe_jax.cache.keys import Tokens, program_key
 from moe_jax.errors import InvalidArgument, PlanChanged
+from moe_jax.pallas_kernels.checks import check_choice, check_switch
 
 from . import planned_call
 from .planned_call import Call, Layout, Leaves, Remembered
@@ -403,10 +404,12 @@ def planned_jit(
     where = "planned_jit"
     if not callable(fn):
         raise InvalidArgument("fn", where=where, got=f"a {type(fn).__qualname__}", wanted="a function")
-    if on_change not in ("recompile", "raise"):
-        raise InvalidArgument("on_change", where=where, got=repr(on_change), wanted="'recompile' or 'raise'")
-    if isinstance(donate, (str, int)) or isinstance(static, (str, int)):
-        got = repr(donate if isinstance(donate, (str, int)) else static)
-        raise InvalidArgument("donate or static", where=where, got=got, wanted="a list of names or numbers")
+    check_choice(where, "on_change", on_change, ("recompile", "raise"))
+    for items in (donate, static):
+        if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
+            raise InvalidArgument("donate or static", where=where, got=repr(items), wanted="a list of names or numbers")
+    donate, static = tuple(donate), tuple(static)
+    if command_buffers is not None:
+        command_buffers = check_switch(where, "command_buffers", command_buffers)
     planned_call.check_names(fn, where, static, donate)
     return PlannedFunction(fn, plan, donate, static, on_change, command_buffers)

@@ -200,10 +200,12 @@ def check_names(fn: Callable[..., Any], where: str, static: Sequence[int | str],
     """Refuse names and numbers of arguments that the function does not have, or that are given twice."""
     parameters = _parameters(fn)
     known = {each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+    any_number = not parameters or any(each.kind == each.VAR_POSITIONAL for each in parameters)
     any_name = not parameters or any(each.kind == each.VAR_KEYWORD for each in parameters)
     for option, items in (("static", static), ("donate", donate)):
         for item in items:
             number = isinstance(item, int) and not isinstance(item, bool) and item >= 0
+            number = number and (any_number or item < len(parameters))
             if not (number or (isinstance(item, str) and (any_name or item in known))):
                 raise InvalidArgument(
                     option,

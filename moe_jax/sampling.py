@@ -6,8 +6,7 @@ own logits and on nothing else in the batch. All parameters are device data: cha
 
 from __future__ import annotations
 
-import operator
-import sys
+import math
 from typing import NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float32, Int32, UInt32
 
+from moe_jax.pallas_kernels.checks import as_number, check_integer, shown
 from moe_jax.pallas_kernels.errors import InvalidArgument
 
 
@@ -48,20 +48,16 @@ def sampling(temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> Sam
     """
     where = "generate"
 
-    def number(value: object) -> bool:
-        return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-
-    if not (number(temperature) and 0 <= temperature <= sys.float_info.max):
-        raise InvalidArgument("temperature", where=where, got=repr(temperature), wanted="a finite number, 0 or more")
-    if not (number(top_p) and 0 < top_p <= 1):
-        raise InvalidArgument("top_p", where=where, got=repr(top_p), wanted="a number over 0, at most 1")
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
-        raise InvalidArgument("seed", where=where, got=repr(seed), wanted="an integer from 0 to 2**64 - 1")
-    words = np.asarray(divmod(operator.index(seed), 1 << 32), np.uint32)
+    heat, share = as_number(temperature), as_number(top_p)
+    if not 0 <= heat < math.inf:
+        raise InvalidArgument("temperature", where=where, got=shown(temperature), wanted="a finite number, 0 or more")
+    if not 0 < share <= 1:
+        raise InvalidArgument("top_p", where=where, got=shown(top_p), wanted="a number over 0, at most 1")
+    words = np.asarray(divmod(check_integer(where, "seed", seed, 0, (1 << 64) - 1), 1 << 32), np.uint32)
     # What f32 has no number for must not become 0, which means something else, or infinity.
     limits = np.finfo(np.float32)
-    hot = 0.0 if temperature == 0 else min(max(float(temperature), float(limits.tiny)), float(limits.max))
-    kept = max(float(top_p), float(limits.tiny))
+    hot = 0.0 if heat == 0 else min(max(heat, float(limits.tiny)), float(limits.max))
+    kept = max(share, float(limits.tiny))
     return Sampling(words, np.asarray(hot, np.float32), np.asarray(kept, np.float32))
 
 

@@ -9,7 +9,7 @@ def test_my_model_replays_exactly(engine_for):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,9 @@ import pytest
 
 from moe_jax.cache import Certificate, Graphs, LaunchList, Outcome, ResourceTable
 from moe_jax.engine import Engine
+from moe_jax.errors import InvalidArgument
 from moe_jax.model import Model
+from moe_jax.pallas_kernels.checks import check_integer, check_kind
 
 
 class _Twice:
@@ -67,8 +69,14 @@ def assert_replay_equals_direct(engine: Engine, prompts: Sequence[Any], *, steps
         steps compared.
 
     Raises:
+        InvalidArgument: an argument of another kind; nothing ran.
         AssertionError: a bit differs (which memory, and where), or a step was no replay (and why).
     """
+    where = "assert_replay_equals_direct"
+    check_kind(where, "engine", engine, Engine)
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        raise InvalidArgument("prompts", where=where, got=repr(prompts), wanted="a list of prompts")
+    steps = check_integer(where, "steps", steps, 1)
     engine.warmup()
     store, numbers = engine.graphs, []
     twice: Any = _Twice(engine)

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 from moe_jax.errors import CheckpointError, InvalidArgument
+from moe_jax.pallas_kernels.checks import check_integer, check_kind, check_path, check_switch
 
 # What `Tokenizer.from_folder` reads.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_MAX_ID = (1 << 32) - 1  # of the tokenizers package
 _REPLACEMENT = "\ufffd"  # what a decoder puts where bytes are no (or not yet a) character
 
 
@@ -30,7 +32,18 @@ class Tokenizer:
             tokenizer: the `tokenizers.Tokenizer`.
             config: contents of ``tokenizer_config.json``.
             chat_template: overrides the one in ``config``.
+
+        Raises:
+            InvalidArgument: an argument of another kind.
         """
+        from tokenizers import Tokenizer as Fast
+
+        where = "Tokenizer"
+        check_kind(where, "tokenizer", tokenizer, Fast)
+        if config is not None:
+            check_kind(where, "config", config, Mapping)
+        if chat_template is not None:
+            check_kind(where, "chat_template", chat_template, str)
         self._tokenizer = tokenizer
         self._config = dict(config or {})
         self.special = {
@@ -46,10 +59,11 @@ class Tokenizer:
 
         Raises:
             CheckpointError: a file that cannot be read as what it is.
+            InvalidArgument: ``folder`` is no path.
         """
         from tokenizers import Tokenizer as Fast
 
-        folder = Path(folder)
+        folder = check_path("Tokenizer.from_folder", folder)
         file = folder / "tokenizer.json"
         if not file.is_file():
             return None
@@ -82,8 +96,12 @@ class Tokenizer:
         return cls(fast, config, template)
 
     def save(self, folder: str | Path) -> None:
-        """Write ``tokenizer.json`` and ``tokenizer_config.json`` in the place of any tokenizer that was there."""
-        folder = Path(folder)
+        """Write ``tokenizer.json`` and ``tokenizer_config.json`` in the place of any tokenizer that was there.
+
+        Raises:
+            InvalidArgument: ``folder`` is no path.
+        """
+        folder = check_path("Tokenizer.save", folder)
         _remove(folder)
         self._tokenizer.save(str(folder / "tokenizer.json"))
         config = dict(self._config)
@@ -96,15 +114,10 @@ class Tokenizer:
         """Token ids of a text; ``add_special`` lets the tokenizer add its own (such as bos).
 
         Raises:
-            InvalidArgument: text that is no Unicode, such as a command-line argument of other bytes.
+            InvalidArgument: what is no text, or no Unicode, such as a command-line argument of other bytes.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidArgument(
-                "text", where="encode", got=f"{text[error.start]!r} at {error.start}", wanted="valid Unicode"
-            ) from error
-        return self._tokenizer.encode(text, add_special_tokens=add_special).ids
+        text, add = check_text("encode", text), check_switch("encode", "add_special", add_special)
+        return self._tokenizer.encode(text, add_special_tokens=add).ids
 
     def decode(self, ids: Iterable[SupportsIndex], skip_special: bool = True) -> str:
         """Text of token ids; bytes that are no character become U+FFFD.
@@ -113,17 +126,21 @@ class Tokenizer:
             InvalidArgument: no row of ids.
         """
         try:
-            row = [operator.index(i) for i in ids]
-        except TypeError as error:
+            return self._tokenizer.decode([operator.index(i) for i in ids], skip_special_tokens=skip_special)
+        except (TypeError, OverflowError) as error:
+            check_switch("Tokenizer.decode", "skip_special", skip_special)
             shape = getattr(ids, "shape", None)
             got = repr(ids)[:60] if shape is None else f"an array of shape {shape}"
             wanted = "ids of one row, such as tokens[0] of what `generate` gives"
             raise InvalidArgument("ids", where="Tokenizer.decode", got=got, wanted=wanted) from error
-        return self._tokenizer.decode(row, skip_special_tokens=skip_special)
 
     def token_id(self, token: str) -> int | None:
-        """Id of one token, or None."""
-        return self._tokenizer.token_to_id(token)
+        """Id of one token, or None.
+
+        Raises:
+            InvalidArgument: what is no text.
+        """
+        return self._tokenizer.token_to_id(check_text("token_id", token))
 
     def stream(self) -> TextStream:
         """A decoder that takes ids one by one."""
@@ -143,6 +160,7 @@ class Tokenizer:
     def chat_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text that `chat` encodes."""
         where = "chat"
+        check_kind(where, "messages", messages, Sequence)
         for message in messages:
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
                 raise InvalidArgument("message", where=where, got=repr(message), wanted='{"role": …, "content": …}')
@@ -183,14 +201,19 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer):
+        check_kind("TextStream", "tokenizer", tokenizer, Tokenizer)
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._context = 0  # where the ids decoded along begin
         self._shown = 0  # ids before this have had their text given out
 
     def push(self, token: SupportsIndex) -> str:
-        """Text that this id completes, often empty."""
-        self._ids.append(operator.index(token))
+        """Text that this id completes, often empty.
+
+        Raises:
+            InvalidArgument: no id; the stream goes on as if it had not come.
+        """
+        self._ids.append(check_integer("TextStream.push", "token", token, 0, _MAX_ID))
         text = self._new_text()
         if not text or text.endswith(_REPLACEMENT):
             return ""
@@ -206,6 +229,21 @@ class TextStream:
     def _new_text(self) -> str:
         before = self._tokenizer.decode(self._ids[self._context : self._shown])
         return self._tokenizer.decode(self._ids[self._context :])[len(before) :]
+
+
+def check_text(where: str, text: Any) -> str:
+    """Require text that has a form in UTF-8.
+
+    Raises:
+        InvalidArgument: it has none, or is something else.
+    """
+    check_kind(where, "text", text, str)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        got = f"{text[error.start]!r} at {error.start}"
+        raise InvalidArgument("text", where=where, got=got, wanted="valid Unicode") from error
+    return text
 
 
 def _remove(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,30 @@ def test_C34_clamp_before_and_after_silu(layout: str, mode: str) -> None:
     # The gate is clamped from above only.
     assert scalar(before, -20, -15, mode) == pytest.approx(4.12e-7, rel=1e-2)
     assert scalar(after, -20, -15, mode) == pytest.approx(4.12e-7, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"limit": "7"}, "limit: got '7', wanted a number over 0"),
+        ({"limit": True}, "limit: got True"),
+        ({"limit": float("nan")}, "limit: got nan"),
+        ({"limit": 10**400}, "limit: got an integer of 1329 bits"),
+        ({"alpha": "1"}, "alpha: got '1', wanted a finite number"),
+        ({"alpha": float("nan")}, "alpha: got nan"),
+        ({"alpha": 1j}, "alpha: got 1j"),
+        ({"layout": 3}, "layout: got 3, wanted 'halves' or 'interleaved'"),
+        ({"name": ["swiglu"]}, r"name: got \['swiglu'\], wanted 'swiglu' or "),
+        ({"name": "swiglu", "alpha": None, "limit_after": "no"}, "limit_after: got 'no', wanted True or False"),
+        ({"name": "swiglu", "alpha": None, "limit_after": 1}, "limit_after: got 1"),
+    ],
+)
+def test_values_of_another_kind_are_refused(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"name": "gpt_oss_swiglu", "layout": "halves", "limit": 7, "alpha": np.float32(1.702)}
+    Activation(**good)
+    Activation(**{**good, "limit": float("inf")})
+    with pytest.raises(InvalidArgument, match=message):
+        Activation(**{**good, **change})
 
 
 def test_C34_unsupported_combinations_raise() -> None:

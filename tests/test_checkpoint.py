@@ -209,6 +209,27 @@ def test_dtype_of_the_config_wins_over_the_files_and_the_files_over_nothing(tmp_
         load_module(tmp_path, dtype=jnp.int8)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"path": path}, "path: got .*, wanted the path of a folder") for path in (None, 3, b"x", "")),
+        *(({"device": value}, "device: got .*, wanted a jax.Device, a Sharding or None") for value in (3, "tpu", True)),
+        *(({"progress": value}, "progress: got .*, wanted a function") for value in (3, "x", True)),
+        *(({"strict": value}, "strict: got .*, wanted True or False") for value in (None, 3, "yes")),
+        *(
+            ({"dtype": value}, "dtype: got .*, wanted bfloat16 or float16 or float32")
+            for value in ("foo", 3, "float64")
+        ),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_before_anything_is_read(options, message):
+    with pytest.raises(InvalidArgument, match=message):
+        load_module(**{"path": FIXTURES / "olmoe", **options})
+    if "path" in options:
+        with pytest.raises(InvalidArgument, match=message):
+            inspect(**options)
+
+
 MEMORY = """
 import gc, json, sys
 from moe_jax.checkpoint import load_module
@@ -392,6 +413,19 @@ def test_save_refuses_what_does_not_fit(tmp_path):
         save_module(config, module, tmp_path / "b", layout="x")
     with pytest.raises(InvalidArgument, match=r"parameters in one of module and config only: got .*k_norm"):
         save_module(other[0], module, tmp_path / "b")
+    for options, message in (
+        ({"config": None}, "type of config: got NoneType, wanted ModelConfig"),
+        ({"module": 3}, "type of module: got int, wanted Module"),
+        *(({"path": path}, "path: got .*, wanted the path of a folder") for path in (None, 3, b"x", [], "", "a\0b")),
+        ({"layout": ["fused"]}, "layout: got"),
+        *(
+            ({"max_shard_bytes": n}, "max_shard_bytes: got .*, wanted an integer, 1 or more")
+            for n in (None, "3", 3.0, 0)
+        ),
+        *(({"tokenizer": value}, "tokenizer: got .*, wanted a Tokenizer, 'kept' or None") for value in (3, "foo")),
+    ):
+        with pytest.raises(InvalidArgument, match=f"^save_module: {message}"):
+            save_module(**{"config": config, "module": module, "path": tmp_path / "b", **options})
     module.embed.set_value(module.embed[...].T)  # as many elements, in another order
     with pytest.raises(InvalidArgument, match=r"parameter \('embed',\): got "):
         save_module(config, module, tmp_path / "b")

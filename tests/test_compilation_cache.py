@@ -87,6 +87,14 @@ def test_the_compilation_cache_is_an_option_of_jax_and_can_be_switched_off(tmp_p
     assert dict(os.environ) == environment
 
 
+@pytest.mark.parametrize("path", [3, b"folder", "", "a\0b", True])
+def test_what_is_no_path_is_refused(path):
+    before = jax.config.jax_compilation_cache_dir
+    with pytest.raises(InvalidArgument, match=r"path: got .* wanted the path of a folder"):
+        executables.use_compilation_cache(path)
+    assert jax.config.jax_compilation_cache_dir == before
+
+
 def test_nothing_is_unpickled_from_disk():
     sources = [*(ROOT / "cache").rglob("*.py"), *(ROOT / "moe_jax").glob("*.py")]
     assert [

@@ -16,7 +16,7 @@ from checkpoint_files import random_tensors, small_config, write_folder
 from moe_jax.checkpoint import inspect
 from moe_jax.errors import CheckpointError, InvalidArgument
 from moe_jax.models.config import RopeConfig
-from moe_jax.models.families import parse_config
+from moe_jax.models.families import config_to_hf, parse_config
 from moe_jax.models.rope import frequencies
 from tiny_models import tiny_config
 
@@ -77,6 +77,71 @@ def test_numbers_of_rope(name):
     for value in (HUGE, 1e39, float("inf"), 0, -1.0, 1e-320, True, "1"):
         with pytest.raises(InvalidArgument, match=f"^rope 'yarn': {name}: got .*wanted a number from 1.2e-38"):
             RopeConfig(kind="yarn", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *(
+            ({"kind": kind}, rf"^RopeConfig: kind: got {got}, wanted 'default' or 'linear' or 'yarn' or 'llama3'")
+            for kind, got in (("foo", "'foo'"), (None, "None"), (["yarn"], r"\['yarn'\]"))
+        ),
+        *(({"truncate": value}, "truncate: got .*, wanted True or False") for value in ("no", 1, None)),
+        *(
+            ({name: value}, f"{name}: got .*wanted a number from")
+            for name in ("attention_factor", "mscale", "mscale_all_dim")
+            for value in ("", [], False, np.zeros(2))
+        ),
+        ({"original_max_positions": "4"}, "original_max_positions: got '4'"),
+    ],
+)
+def test_values_of_another_kind_in_rope(change, message):
+    with pytest.raises(InvalidArgument, match=message):
+        RopeConfig(**{"kind": "yarn", **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"family": None}, "type of family: got NoneType, wanted str"),
+        ({"moe": "x"}, "type of moe: got str, wanted MoEConfig"),
+        ({"rope": {}}, "type of rope: got dict, wanted RopeConfig"),
+        ({"rope": None}, "type of rope: got NoneType"),
+        *(
+            ({name: 5}, f"type of {name}: got int, wanted tuple")
+            for name in ("moe_layers", "windows", "eos_token_ids", "sources")
+        ),
+        *(
+            ({name: None}, f"type of {name}: got NoneType")
+            for name in ("moe_layers", "windows", "eos_token_ids", "sources")
+        ),
+        ({"windows": [5]}, "type of windows: got list"),
+        ({"moe_layers": (1,)}, r"moe_layers\[0\]: got 1, wanted True or False"),
+        ({"moe_layers": ("yes",)}, r"moe_layers\[0\]: got 'yes'"),
+        *(({"windows": (value,)}, f"windows: got .*{SIZE}") for value in ("", False, 2.0)),
+        *(
+            ({name: value}, f"{name}: got .*, wanted True or False")
+            for name in ("qkv_bias", "out_bias", "tie_embeddings")
+            for value in (None, 1, "no")
+        ),
+        *(({"qk_norm": value}, "qk_norm: got .*, wanted 'head' or 'projection' or None") for value in ("foo", True)),
+        *(
+            ({"dtype": value}, "dtype: got .*, wanted 'bfloat16' or 'float16' or 'float32' or 'float64'")
+            for value in (None, 3, "int8", "foo", np.float32)
+        ),
+    ],
+)
+def test_values_of_another_kind_in_a_model(change, message):
+    with pytest.raises(InvalidArgument, match=f"^ModelConfig: {message}"):
+        replace(tiny_config("olmoe"), **change)
+
+
+@pytest.mark.parametrize("value", [None, 3, []])
+def test_what_is_no_config_is_not_read_as_one(value):
+    with pytest.raises(CheckpointError, match=r"^config.json: contents: got .*, wanted a JSON object"):
+        parse_config(value)
+    with pytest.raises(InvalidArgument, match="config_to_hf: type of config: got"):
+        config_to_hf(value)
 
 
 def test_yarn_divides_by_the_logarithm_of_its_base():

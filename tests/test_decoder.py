@@ -151,6 +151,22 @@ def test_configs_that_do_not_fit_together_are_refused(changes, message):
         Decoder(config, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda config: Decoder(None, rngs=nnx.Rngs(0)), "type of config: got NoneType, wanted ModelConfig"),
+        (lambda config: Decoder(config, rngs=3), "type of rngs: got int, wanted Rngs"),
+        (lambda config: Decoder(config, param_dtype="foo", rngs=nnx.Rngs(0)), "param_dtype: got 'foo', wanted"),
+        (lambda config: Decoder(config, param_dtype=np.int8, rngs=nnx.Rngs(0)), "param_dtype: got int8, wanted"),
+        (lambda config: tiny_module(config)(np.ones((1, 2))), "dtype of tokens: got float64, wanted integers"),
+        (lambda config: tiny_module(config)(np.ones((1, 2), bool)), "dtype of tokens: got bool"),
+    ],
+)
+def test_what_is_no_config_generator_dtype_or_tokens_is_refused(call, message):
+    with pytest.raises(InvalidArgument, match=message):
+        call(tiny_config("mixtral"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gpu_float32_logits_equal_the_cpu(family):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -161,6 +162,63 @@ def test_refusals():
         make()(jnp.ones((2, H + 1)))
     with pytest.raises(moe_jax.InvalidArgument, match="dtype of x"):
         make()(jnp.ones((2, H), jnp.int32))
+    with pytest.raises(moe_jax.InvalidArgument, match="type of rngs: got int, wanted Rngs"):
+        moe_jax.nnx.MoE(H, I, CONFIG, rngs=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(
+            ({"hidden_features": value}, "hidden_features: got .*, wanted an integer, 1 or more")
+            for value in (None, "6", 6.0, True, 0)
+        ),
+        *(({"shared_features": value}, "shared_features: got") for value in ("6", 6.0, True, 0)),
+        *(
+            ({name: value}, f"{name}: got .*, wanted True or False")
+            for name in ("use_bias", "use_router_bias", "use_selection_bias", "shared_gate")
+            for value in (None, 1, "no")
+        ),
+        *(
+            ({"dtype": value}, "dtype: got .*, wanted bfloat16 or float16 or float32 or float64")
+            for value in ("int8", "foo", 3, bool, object())
+        ),
+        *(
+            ({"param_dtype": value}, "param_dtype: got .*, wanted a floating point dtype")
+            for value in ("int8", "foo", 3, None)
+        ),
+        *(({"kernel_init": value}, "kernel_init: got .*, wanted a function") for value in (None, "x")),
+        *(({"partitioning": value}, "type of partitioning: got .*, wanted Mapping") for value in (None, 3, ["router"])),
+        *(
+            ({"partitioning": {"router": value}}, "partitioning of router: got .*, wanted at most 2 axis names")
+            for value in (None, 3, "ab", (3,))
+        ),
+    ],
+)
+def test_options_of_another_kind_are_refused(kind, options, message):
+    with pytest.raises(moe_jax.InvalidArgument, match=f"^{kind}.MoE: {message}"):
+        make_either(kind, **options)
+
+
+def make_either(kind: str, **options: Any) -> Any:
+    options = {"hidden_features": I, "config": CONFIG, **options}
+    if kind == "nnx":
+        return moe_jax.nnx.MoE(H, **options, rngs=nnx.Rngs(0))
+    return jax.eval_shape(moe_jax.linen.MoE(**options).init, jax.random.key(0), inputs(3))
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_sizes_and_switches_of_numpy_are_taken(kind):
+    make_either(kind, hidden_features=np.int64(I), shared_features=np.int32(4), use_bias=np.bool_(True))
+
+
+@pytest.mark.parametrize("x", [None, 3, "x", [[1.0] * H], jnp.float32(1)])
+def test_what_is_no_array_of_rows_is_refused(x):
+    linen_layer = moe_jax.linen.MoE(I, CONFIG)
+    for call in (make(), make().router_logits, lambda x: linen_layer.init(jax.random.key(0), x)):
+        with pytest.raises(moe_jax.InvalidArgument, match=r"MoE: (type|shape) of x: got"):
+            call(x)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -247,6 +247,7 @@ def test_prompts_come_in_every_form(text_model):
         (5, "type of prompts: got int"),
         ([1, "a"], "prompts: got a list of int, str"),
         ([[1.5]], "type of tokens: got float64"),
+        ([[1, [2]]], r"generate\(prompts\)\[0\]: tokens: got a list of uneven parts, wanted integers"),
         ("text", "without a tokenizer: got a string, wanted token ids"),
         ([{"role": "user", "content": "x"}], "without a tokenizer: got chat messages"),
         ({"role": "user", "content": "x"}, "one chat message: got a dict, wanted a list"),
@@ -264,6 +265,12 @@ def test_bad_prompts_are_refused_with_the_values(prompts, message):
         ({"max_new_tokens": 512}, r"got 1 \+ 512 tokens, wanted at most max_positions=512"),
         ({"max_new_tokens": 10**5000}, r"got 1 \+ an integer of 16610 bits tokens, wanted at most max_positions=512"),
         ({"max_new_tokens": 2.0}, "max_new_tokens: got 2.0"),
+        ({"max_new_tokens": None}, "max_new_tokens: got None, wanted an integer, 1 or more"),
+        *(
+            ({name: value}, f"^generate: {name}: got .*, wanted True or False")
+            for name in ("logprobs", "stream")
+            for value in (None, 1, 3, "yes")
+        ),
         ({"temperature": -1}, "temperature: got -1"),
         ({"top_p": 0.0}, "top_p: got 0.0"),
         ({"stop": "x"}, "stop string needs a tokenizer: got 'x'"),
@@ -284,7 +291,27 @@ def test_bad_prompts_are_refused_with_the_values(prompts, message):
 )
 def test_bad_options_are_refused_before_anything_runs(options, message):
     with pytest.raises(InvalidArgument, match=message):
-        tiny_model(MAIN).generate([1], stream=True, **options)
+        tiny_model(MAIN).generate([1], **{"stream": True, **options})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *((lambda model, v=v: (v, model.module), "type of config: got .*, wanted ModelConfig") for v in (None, 3)),
+        *((lambda model, v=v: (model.config, v), "type of module: got .*, wanted Module") for v in (None, 3)),
+        *(
+            (lambda model, v=v: (model.config, model.module, v), "type of tokenizer: got .*, wanted Tokenizer")
+            for v in (3, "x")
+        ),
+        (
+            lambda model: (model.config, model.module, byte_tokenizer()),
+            "type of tokenizer: got tokenizers.Tokenizer, wanted moe_jax.tokenizer.Tokenizer",
+        ),
+    ],
+)
+def test_a_model_is_made_of_what_it_says(arguments, message):
+    with pytest.raises(InvalidArgument, match=f"^Model: {message}"):
+        Model(*arguments(tiny_model(MAIN)))
 
 
 def test_stop_parsing():
@@ -299,6 +326,8 @@ def test_stop_parsing():
     tokenizer = Tokenizer(byte_tokenizer(), CONFIG)
     with pytest.raises(InvalidArgument, match="stop string: got ''"):
         parse_stop("", (), 10, tokenizer)
+    with pytest.raises(InvalidArgument, match=r"generate\(stop=…\): text: got '\\ud800' at 0, wanted valid Unicode"):
+        parse_stop("\ud800", (), 10, tokenizer)
     assert parse_stop("</s>", (), 258, tokenizer).tokens == {257}  # decoded text never shows a special token
 
 
@@ -308,6 +337,7 @@ def test_calling_the_model_checks_tokens():
         (np.zeros(3, np.int32), r"shape of tokens: got \[3\]"),
         (np.zeros((1, 0), np.int32), r"got \[1, 0\]"),
         (np.full((1, 3), 258), "got 258, wanted 0 to 257"),
+        ([[1], [1, 2]], "tokens: got a list of uneven parts, wanted integers"),
         (np.full((1, 3), 1 << 80, object), "got an integer of 81 bits, wanted 0 to 257"),
         (np.zeros((1, 3)), "type of tokens: got float64"),
         (np.zeros((1, 513), np.int32), "length: got 513, wanted at most max_positions=512"),

@@ -129,3 +129,80 @@ def test_hf_names_refusals():
     ):
         with pytest.raises(moe_jax.InvalidArgument):
             bad()
+
+
+ONE = make().arrays()
+TENSORS = hf_names.to_hf(ONE, CONFIG, "mixtral")
+SHARED = make("qwen2").arrays()
+LAYERS = {name: np.stack([value] * 2) for name, value in ONE.items()}
+P = "layers.{layer}."
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        *(
+            (lambda v=v: hf_names.to_hf(v, CONFIG, "mixtral"), "type of arrays: got .*, wanted Mapping")
+            for v in (None, [])
+        ),
+        *((lambda v=v: hf_names.to_hf(ONE, v, "mixtral"), "type of config: got") for v in (None, CONFIG.router)),
+        *(
+            (lambda v=v: hf_names.to_hf(ONE, CONFIG, v), "family: got .*, wanted 'mixtral' or")
+            for v in (None, [], "gpt")
+        ),
+        *((lambda v=v: hf_names.to_hf(ONE, CONFIG, "mixtral", prefix=v), "type of prefix: got") for v in (None, 3)),
+        *(
+            (lambda v=v: hf_names.to_hf(LAYERS, CONFIG, "mixtral", prefix=P, layer_axis=v), "layer_axis: got")
+            for v in ("0", 0.0, True, 2, -1)
+        ),
+        (lambda: hf_names.to_hf({**ONE, "down": "x"}, CONFIG, "mixtral"), r"shape of down: got \[\]"),
+        (lambda: hf_names.to_hf({**ONE, "router": 3}, CONFIG, "mixtral"), r"shape of router: got \[\]"),
+        (
+            lambda: hf_names.to_hf({**SHARED, "shared_down": ONE["router"][:3]}, CONFIG, "qwen2_moe"),
+            "shape of shared_down",
+        ),
+        (
+            lambda: hf_names.to_hf({**SHARED, "shared_gate_up": ONE["router"][:3]}, CONFIG, "qwen2_moe"),
+            "shape of shared_gate_up",
+        ),
+        (
+            lambda: hf_names.to_hf({**SHARED, "shared_gate": ONE["router"][:3]}, CONFIG, "qwen2_moe"),
+            "shape of shared_gate",
+        ),
+        (
+            lambda: hf_names.to_hf({**LAYERS, "down": LAYERS["down"][:1]}, CONFIG, "mixtral", prefix=P, layer_axis=0),
+            "layers of down: got 1, wanted 2",
+        ),
+        (
+            lambda: hf_names.to_hf({**LAYERS, "down": 3}, CONFIG, "mixtral", prefix=P, layer_axis=0),
+            "layers of down: got",
+        ),
+        *(
+            (lambda v=v: hf_names.from_hf(v, CONFIG, "mixtral"), "type of tensors: got .*, wanted Mapping")
+            for v in (None, "x")
+        ),
+        *((lambda v=v: hf_names.from_hf(TENSORS, v, "mixtral"), "type of config: got") for v in (None, 3)),
+        *(
+            (lambda v=v: hf_names.from_hf(TENSORS, CONFIG, "mixtral", prefix=P, layers=v), "layers: got")
+            for v in ("2", 2.0, True, 0, -1)
+        ),
+        *(
+            (
+                lambda v=v: hf_names.from_hf(TENSORS, CONFIG, "mixtral", prefix=P, layers=2, layer_axis=v),
+                "layer_axis: got",
+            )
+            for v in (None, "0", 2, -1)
+        ),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(call, message):
+    with pytest.raises(moe_jax.InvalidArgument, match=message):
+        call()
+
+
+def test_other_braces_and_keys_are_nothing_to_stumble_over():
+    for prefix in ("{x}.{layer}.", "{}{layer}"):
+        tensors = hf_names.to_hf(LAYERS, CONFIG, "mixtral", prefix=prefix, layer_axis=np.int64(0))
+        assert prefix.replace("{layer}", "1") + "block_sparse_moe.gate.weight" in tensors
+        back = hf_names.from_hf({**tensors, 3: 3}, CONFIG, "mixtral", prefix=prefix, layers=np.int64(2))
+        assert back["down"].shape == LAYERS["down"].shape

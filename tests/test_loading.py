@@ -51,6 +51,12 @@ def test_load_puts_the_parts_together(tmp_path, monkeypatch):
     assert seen["strict"] is True
 
 
+@pytest.mark.parametrize("path", [3, b"x", [], "", "a\0b"])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(InvalidArgument, match=r"^load: model: got .*, wanted a folder, a repository id, or None"):
+        load(path)
+
+
 def test_load_says_that_there_is_no_gpu(tmp_path):
     if jax.default_backend() != "cpu":
         pytest.skip("this machine has one")

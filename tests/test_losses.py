@@ -82,6 +82,13 @@ def test_bf16_logits_are_widened():
         (LAYERS[0], 7, None, "top_k"),
         ([LAYERS[0], LAYERS[1][:, :5]], 2, None, "experts of layer 1"),
         (LAYERS, 2, jnp.ones(5, bool), "entries of mask"),
+        (None, 2, None, "type of router_logits"),
+        ([[1.0] * 6], 2, None, "type of router_logits"),
+        ([LAYERS[0], None], 2, None, "type of router_logits"),
+        (jnp.float32(1), 2, None, "shape of router_logits"),
+        (jnp.ones((3, 6), jnp.int32), 2, None, "dtype of router_logits"),
+        *((LAYERS[0], top_k, None, "top_k") for top_k in (None, "2", 2.0, True)),
+        *((LAYERS[0], 2, mask, "type of mask") for mask in (3, "x", [True] * 4)),
     ],
 )
 def test_refusals(logits, top_k, mask, problem):

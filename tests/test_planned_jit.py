@@ -247,6 +247,12 @@ def test_a_plan_is_what_it_was_when_the_function_was_planned():
         ({"static": "x"}, "donate or static: got 'x', wanted a list"),
         ({"donate": ["x"], "static": [0]}, r"both static and donated: got \['x'\]"),
         ({"on_change": "ask"}, "on_change: got 'ask', wanted 'recompile' or 'raise'"),
+        ({"donate": None}, "donate or static: got None, wanted a list"),
+        ({"static": 1.5}, "donate or static: got 1.5"),
+        ({"donate": b"x"}, "donate or static: got b'x'"),
+        ({"donate": [7]}, "donate: got 7, wanted names or numbers of arguments"),
+        ({"command_buffers": "yes"}, "command_buffers: got 'yes', wanted True or False"),
+        ({"command_buffers": 1}, "command_buffers: got 1"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message):

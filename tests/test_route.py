@@ -337,6 +337,11 @@ ROUTER = RouterConfig(experts=8, top_k=2)
         (lambda: router_logits(F32, F32[:, :7]), "[3, 7]", "[E, 8]"),
         (lambda: router_logits(F32[0], F32), "[8]", "[T, H]"),
         (lambda: router_logits(F32.astype(jnp.int32), F32.astype(jnp.int32)), "int32", "bfloat16"),
+        *(
+            (lambda v=v: RouterConfig(experts=4, top_k=2, scaling_factor=v), got, "a finite number")
+            for v, got in ((None, "None"), ("2", "'2'"), (True, "True"), (10**400, "1329 bits"), (float("nan"), "nan"))
+        ),
+        (lambda: RouterConfig(experts=4, top_k=2, score=np.asarray(["softmax", "sigmoid"])), "array", "'softmax'"),
         (lambda: router_logits([[1.0]], F32), "list", "an array"),
         (lambda: router_logits(F32, F32, F32[0, :4]), "[4]", "[3]"),
         (lambda: router_logits(F32, F32, F32[0, :3].astype(jnp.bfloat16)), "bfloat16", "float32"),

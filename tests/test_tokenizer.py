@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Fast
 
 from moe_jax.errors import CheckpointError, InvalidArgument
-from moe_jax.tokenizer import Tokenizer
+from moe_jax.tokenizer import TextStream, Tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}\n"
@@ -146,3 +146,52 @@ def test_broken_files_are_named(tmp_path):
 def test_text_that_is_no_unicode_is_refused(tokenizer):
     with pytest.raises(InvalidArgument, match=r"text: got .* at 1, wanted valid Unicode"):
         tokenizer.encode("a\udcff")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        *(
+            (lambda t, v=v: Tokenizer(v), "^Tokenizer: type of tokenizer: got .*, wanted Tokenizer")
+            for v in (None, 3, "x")
+        ),
+        *(
+            (lambda t, v=v: Tokenizer(byte_tokenizer(), v), "type of config: got .*, wanted Mapping")
+            for v in (3, "x", ["a"])
+        ),
+        (lambda t: Tokenizer(byte_tokenizer(), None, 3), "type of chat_template: got int, wanted str"),
+        *((lambda t, v=v: t.encode(v), "^encode: type of text: got .*, wanted str") for v in (None, 3, b"x", ["a"])),
+        *((lambda t, v=v: t.encode("a", v), "add_special: got .*, wanted True or False") for v in (None, 3)),
+        *((lambda t, v=v: t.decode([1], v), "skip_special: got .*, wanted True or False") for v in (None, "yes")),
+        *((lambda t, v=v: t.decode(v), r"^Tokenizer\.decode: ids: got") for v in ([-1], [1 << 40], [1.0], ["a"])),
+        *((lambda t, v=v: t.token_id(v), "^token_id: type of text: got") for v in (None, 3, b"x")),
+        (lambda t: t.token_id("\ud800"), "token_id: text: got .* wanted valid Unicode"),
+        *(
+            (lambda t, v=v: t.chat(v), "^chat: type of messages: got .*, wanted Sequence")
+            for v in (None, 3, {}, iter([]))
+        ),
+        (lambda t: TextStream(None), "type of tokenizer: got NoneType, wanted Tokenizer"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(tokenizer, call, message):
+    with pytest.raises(InvalidArgument, match=message):
+        call(tokenizer)
+
+
+@pytest.mark.parametrize("token", [None, "3", 3.0, True, -1, 1 << 40, [3], np.array([3])])
+def test_a_stream_goes_on_after_what_is_no_token(tokenizer, token):
+    stream = tokenizer.stream()
+    first, second = tokenizer.encode("ab", add_special=False)
+    assert stream.push(first) == "a"
+    with pytest.raises(
+        InvalidArgument, match=r"^TextStream\.push: token: got .*, wanted an integer from 0 to 4294967295"
+    ):
+        stream.push(token)
+    assert stream.push(np.int64(second)) == "b"
+
+
+@pytest.mark.parametrize("path", [None, 3, b"x", [], "", "a\0b"])
+def test_what_is_no_path_is_refused(tokenizer, path):
+    for call, where in ((tokenizer.save, "Tokenizer.save"), (Tokenizer.from_folder, "Tokenizer.from_folder")):
+        with pytest.raises(InvalidArgument, match=f"^{where}: path: got .*, wanted the path of a folder"):
+            call(path)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -19,6 +18,7 @@ from moe_jax.errors import CheckpointError, InvalidArgument
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.decoder import Decoder, abstract_decoder
 from moe_jax.models.families import DTYPES, parse_config
+from moe_jax.pallas_kernels.checks import check_float, check_function, check_path, check_switch
 
 from . import names
 from .files import (
@@ -76,8 +76,9 @@ def inspect(path: str | Path) -> Report:
 
     Raises:
         CheckpointError: as `load_module`, but for the values.
+        InvalidArgument: no path.
     """
-    plan = _plan(Path(path))
+    plan = _plan(check_path("inspect", path))
     used = [plan.found[source.name] for sources in plan.sources.values() for source in sources]
     return Report(
         config=plan.config,
@@ -117,27 +118,25 @@ def load_module(
     Raises:
         CheckpointError: names the file and tensor or key, what was got and what was wanted. Nothing of a
             failed load stays in memory.
-        InvalidArgument: a dtype that parameters cannot have.
+        InvalidArgument: a dtype that parameters cannot have, or an argument of another kind.
     """
-    asked = None if dtype is None else _dtype_name(dtype)
-    plan = _plan(Path(path))
+    where = "load"
+    folder = check_path(where, path)
+    asked = None if dtype is None else check_float("load(dtype=…)", "dtype", dtype, DTYPES).name
+    if device is not None and not isinstance(device, (jax.Device, jax.sharding.Sharding)):
+        wanted = "a jax.Device, a Sharding or None"
+        raise InvalidArgument("device", where=where, got=repr(device), wanted=wanted)
+    if progress is not None:
+        check_function(where, "progress", progress)
+    strict = check_switch(where, "strict", strict)
+    plan = _plan(folder)
     config = plan.config
     if asked is not None:
         sources = dict(config.sources) | {"dtype": "argument of load"}
         config = replace(config, dtype=asked, sources=tuple(sources.items()))
-    _tell_drafts(Path(path), plan, strict)
+    _tell_drafts(folder, plan, strict)
     graph, state = nnx.split(abstract_decoder(config))
     return config, nnx.merge(graph, _fill(state, plan, device, progress))
-
-
-def _dtype_name(dtype: Any) -> str:
-    try:
-        name = jnp.dtype(dtype).name
-    except (TypeError, ValueError):
-        name = repr(dtype)
-    if name not in DTYPES:
-        raise InvalidArgument("dtype", where="load(dtype=…)", got=name, wanted=" or ".join(DTYPES))
-    return name
 
 
 def _plan(folder: Path) -> _Plan:

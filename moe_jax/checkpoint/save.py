@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from moe_jax.errors import InvalidArgument
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.decoder import abstract_decoder
 from moe_jax.models.families import config_to_hf
+from moe_jax.pallas_kernels.checks import check_choice, check_integer, check_kind, check_path
 from moe_jax.tokenizer import TOKENIZER_FILES, Tokenizer
 
 from . import names
@@ -66,13 +67,18 @@ def save_module(
         tokenizer: goes with it; None: none does; ``"kept"``: the one of the checkpoint that is there, if any.
 
     Raises:
-        InvalidArgument: a layout there is not, or a module that the config does not describe.
+        InvalidArgument: an argument of another kind, or a module that the config does not describe.
         CheckpointError: the tokenizer of two checkpoints is to be kept, see `moe_jax.checkpoint.files.whole`.
         OSError: of the file system.
     """
     where = "save_module"
-    if layout not in ("per_expert", "fused"):
-        raise InvalidArgument("layout", where=where, got=repr(layout), wanted="'per_expert' or 'fused'")
+    check_kind(where, "config", config, ModelConfig)
+    check_kind(where, "module", module, nnx.Module)
+    folder = check_path(where, path)
+    check_choice(where, "layout", layout, get_args(names.Layout))
+    max_shard_bytes = check_integer(where, "max_shard_bytes", max_shard_bytes, 1)
+    if tokenizer not in (None, "kept") and not isinstance(tokenizer, Tokenizer):
+        raise InvalidArgument("tokenizer", where=where, got=repr(tokenizer), wanted="a Tokenizer, 'kept' or None")
     arrays: dict[names.Path, Any] = {tuple(p): v.get_value() for p, v in nnx.to_flat_state(nnx.state(module))}
     sources = names.parameter_sources(config, [layout] * config.layers)
     if set(arrays) != set(sources):
@@ -93,7 +99,6 @@ def save_module(
     config = replace(config, dtype=arrays["embed",].dtype.name)
     texts = {"generation_config.json": _generation(config), "config.json": config_to_hf(config)}
 
-    folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     with _staging(folder) as staging:
         new = staging / "new"

@@ -27,6 +27,7 @@ from moe_jax.generation import gathered, parse_stop
 from moe_jax.model import Model
 from moe_jax.models.decoder import Decoder
 from moe_jax.pallas_kernels.advance.specs import RUNNING
+from moe_jax.pallas_kernels.checks import check_integer, check_switch
 from moe_jax.pallas_kernels.linear.heuristics import MAX_ROWS
 from moe_jax.sampling import Sampling, sampling
 
@@ -36,7 +37,7 @@ from .ending import Owned, close_dropped
 from .generating import columns
 from .host import compiled_reference
 from .memory import WEIGHTS, Memory, Weights, place_all
-from .options import PAGE_SIZE, check_bounds, check_count, check_packages, check_page_size, cuda_runtime, token_limit
+from .options import PAGE_SIZE, check_bounds, check_packages, check_page_size, cuda_runtime, token_limit
 from .prompts import LONG, Prompts
 from .rows import row_block
 from .sequences import Generation, Places, Sequence
@@ -108,17 +109,20 @@ class Engine:
             raise InvalidArgument("graphs", where=where, got=repr(graphs), wanted=" or ".join(MODES))
         if weights not in WEIGHTS:
             raise InvalidArgument("weights", where=where, got=repr(weights), wanted=" or ".join(WEIGHTS))
+        if runtime is not None and not hasattr(runtime, "simulated"):  # a protocol
+            wanted = "a SimulatedRuntime, a CudaRuntime or None"
+            raise InvalidArgument("runtime", where=where, got=type(runtime).__name__, wanted=wanted)
         config = model.config
-        max_sequences = check_count(where, "max_sequences", max_sequences, MAX_ROWS)
-        max_tokens = check_count(where, "max_tokens", max_tokens, config.max_positions)
+        max_sequences = check_integer(where, "max_sequences", max_sequences, 1, MAX_ROWS)
+        max_tokens = check_integer(where, "max_tokens", max_tokens, 1, config.max_positions)
         page_size = check_page_size(where, page_size)
-        chunk = check_count(where, "chunk", chunk, MAX_ROWS)
+        chunk = check_integer(where, "chunk", chunk, 1, MAX_ROWS)
         if long_prompts is not None:
-            long_prompts = check_count(where, "long_prompts", long_prompts, 1 << 31)
+            long_prompts = check_integer(where, "long_prompts", long_prompts, 1, 1 << 31)
         if pages is not None:
-            pages = check_count(where, "pages", pages, 1 << 31)
-        max_entries = check_count(where, "max_entries", max_entries, 1 << 31)
-        max_bytes = check_count(where, "max_bytes", max_bytes, 1 << 62)
+            pages = check_integer(where, "pages", pages, 1, 1 << 31)
+        max_entries = check_integer(where, "max_entries", max_entries, 1, 1 << 31)
+        max_bytes = check_integer(where, "max_bytes", max_bytes, 1, 1 << 62)
         if runtime is None and graphs != "simulate":
             runtime = cuda_runtime(where, graphs)
         check_packages(where)
@@ -204,7 +208,7 @@ class Engine:
         if not isinstance(prompts, Iterable):
             raise InvalidArgument("prompts", where=where, got=repr(prompts), wanted="a list of lengths")
         for length in prompts:
-            self._prompts.compile(check_count(where, "prompts", length, self._geometry.max_tokens))
+            self._prompts.compile(check_integer(where, "prompts", length, 1, self._geometry.max_tokens))
         with self._lock, self._life.using(where):
             self._stepper.settle()
             self.memory.write("rows", row_block(self._geometry, ()))
@@ -246,10 +250,8 @@ class Engine:
         """
         rows = self._model.token_rows(prompts)
         parameters = sampling(temperature, top_p, seed)
-        if isinstance(top_k, bool) or not isinstance(top_k, (int, np.integer)) or not 0 <= top_k < 1 << 31:
-            raise InvalidArgument("top_k", where="Engine.prefill", got=repr(top_k), wanted="an integer, 0 or more")
-        draws = range(len(rows))
-        return self._admit("Engine.prefill", rows, draws, max_new_tokens, parameters, top_k=operator.index(top_k))
+        top_k = check_integer("Engine.prefill", "top_k", top_k, 0, (1 << 31) - 1)
+        return self._admit("Engine.prefill", rows, range(len(rows)), max_new_tokens, parameters, top_k=top_k)
 
     def step(self) -> dict[int, int]:
         """One token for every live sequence; sequences that end with theirs are not live any more.
@@ -297,6 +299,7 @@ class Engine:
             CannotServe: no place or not enough pages at present, for any of the prompts.
         """
         where = "Engine.generate"
+        logprobs, stream = (check_switch(where, *each) for each in (("logprobs", logprobs), ("stream", stream)))
         model = self._model
         rows, parameters = model.token_rows(prompts), sampling(temperature, top_p, seed)
         ends = parse_stop(stop, model.config.eos_token_ids, model.config.vocab_size, model.tokenizer)

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-import operator
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from moe_jax.cache import LaunchList, Runtime
 from moe_jax.cache.decision import Mode
 from moe_jax.cache.store import estimated_bytes
 from moe_jax.errors import CannotServe, InvalidArgument
+from moe_jax.pallas_kernels.checks import check_integer, shown
 
 from .step import Geometry
 
 PAGE_SIZE = 64  # tokens of a page of keys and values, by default
-
-
-def check_count(where: str, name: str, value: Any, most: int) -> int:
-    """An option as Python's own integer, refused unless it is one from 1 to ``most``.
-
-    Raises:
-        InvalidArgument: naming the option.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= most:
-        raise InvalidArgument(name, where=where, got=repr(value), wanted=f"an integer from 1 to {most}")
-    return operator.index(value)
 
 
 def check_page_size(where: str, value: Any) -> int:
@@ -37,7 +25,7 @@ def check_page_size(where: str, value: Any) -> int:
     Raises:
         InvalidArgument: anything else.
     """
-    size = check_count(where, "page_size", value, 1 << 16)
+    size = check_integer(where, "page_size", value, 1, 1 << 16)
     if size & (size - 1):
         raise InvalidArgument("page_size", where=where, got=size, wanted="a power of two")
     return size
@@ -71,12 +59,10 @@ def token_limit(where: str, geometry: Geometry, prompt: int, max_new_tokens: int
         InvalidArgument: an option out of range, or more tokens than the engine can ever hold.
     """
     most = geometry.max_tokens
-    count = most - prompt if max_new_tokens is None else max_new_tokens
-    if max_new_tokens is not None and (type(count) is bool or not isinstance(count, (int, np.integer)) or count < 1):
-        raise InvalidArgument("max_new_tokens", where=where, got=repr(count), wanted="an integer, 1 or more")
-    total = prompt + max(1, operator.index(count))
+    asked = None if max_new_tokens is None else check_integer(where, "max_new_tokens", max_new_tokens, 1)
+    total = prompt + max(1, most - prompt if asked is None else asked)
     if total > most:
-        got = f"{prompt} + {total - prompt} tokens"
+        got = f"{prompt} + {shown(total - prompt)} tokens"
         raise InvalidArgument("prompt and new tokens", where=where, got=got, wanted=f"at most max_tokens={most}")
     if geometry.pages_for(total) > geometry.pages:
         got, wanted = f"{total} tokens", f"at most {geometry.pages} pages of {geometry.page_size}"

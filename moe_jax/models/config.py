@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import jax.numpy as jnp
+
+from moe_jax.pallas_kernels.checks import FLOATS, check_choice, check_kind, check_switch, shown
 from moe_jax.pallas_kernels.errors import InvalidArgument
 from moe_jax.pallas_kernels.grouped_moe import MoEConfig
 
 Kind = Literal["size", "token", "number"]
+RopeKind = Literal["default", "linear", "yarn", "llama3"]
 # Sizes, positions and tokens are int32 on a device, and formulas f32 throughout: a value beyond is none.
 _INT32 = 1 << 31
 _F32_LEAST, _F32_MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-
-
-def shown(value: Any) -> str:
-    """A value in words; Python does not print integers of any length."""
-    long = isinstance(value, int) and value.bit_length() > 64
-    return f"an integer of {value.bit_length()} bits" if long else repr(value)
 
 
 def _check(where: str, name: str, value: Any, kind: Kind) -> None:
@@ -38,11 +36,16 @@ def _check(where: str, name: str, value: Any, kind: Kind) -> None:
         raise InvalidArgument(name, where=where, got=shown(value), wanted=wanted)
 
 
+def _is_zero(value: Any) -> bool:
+    return type(value) in (int, float) and value == 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding (arXiv:2104.09864) and its context extensions.
 
-    Raises `InvalidArgument` for a number that f32 has not, and for yarn with a base of 1: it divides by its logarithm.
+    Raises `InvalidArgument` for a value of another kind, a number that f32 has not, and for yarn with a base of 1: it
+    divides by its logarithm.
 
     Attributes:
         theta: base of the frequencies.
@@ -59,7 +62,7 @@ class RopeConfig:
     """
 
     theta: float = 10000.0
-    kind: Literal["default", "linear", "yarn", "llama3"] = "default"
+    kind: RopeKind = "default"
     factor: float = 1.0
     original_max_positions: int | None = None
     low_freq_factor: float = 1.0
@@ -72,12 +75,15 @@ class RopeConfig:
     truncate: bool = True
 
     def __post_init__(self) -> None:
+        check_choice("RopeConfig", "kind", self.kind, get_args(RopeKind))
         where = f"rope {self.kind!r}"
         for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
             _check(where, name, getattr(self, name), "number")
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
-            if getattr(self, name):  # 0 is as None, for yarn
-                _check(where, name, getattr(self, name), "number")
+            value = getattr(self, name)
+            if value is not None and not _is_zero(value):  # 0 is as None, for yarn
+                _check(where, name, value, "number")
+        check_switch(where, "truncate", self.truncate)
         if self.original_max_positions is not None:
             _check(where, "original_max_positions", self.original_max_positions, "size")
         if self.kind == "yarn" and self.theta == 1:
@@ -92,7 +98,8 @@ NOT_COMPUTED = ("bos_token_id", "eos_token_ids", "pad_token_id", "max_positions"
 class ModelConfig:
     """A decoder-only MoE language model. Frozen, hashable, and equal when the contents are.
 
-    Raises `InvalidArgument` for a size that is no positive int32, a token that is no int32, a number that f32 has not.
+    Raises `InvalidArgument` for a value of another kind, a size that is no positive int32, a token that is no int32, a
+    number that f32 has not.
 
     Attributes:
         family: Hugging Face ``model_type``: mixtral, qwen3_moe, olmoe or qwen2_moe.
@@ -147,6 +154,16 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         where = "ModelConfig"
+        for name, kind in {"family": str, "moe": MoEConfig, "rope": RopeConfig}.items():
+            check_kind(where, name, getattr(self, name), kind)
+        for name in ("moe_layers", "windows", "eos_token_ids", "sources"):
+            check_kind(where, name, getattr(self, name), tuple)
+        switches = {f"moe_layers[{i}]": value for i, value in enumerate(self.moe_layers)}
+        switches |= {name: getattr(self, name) for name in ("qkv_bias", "out_bias", "tie_embeddings")}
+        for name, value in switches.items():
+            check_switch(where, name, value)
+        check_choice(where, "qk_norm", self.qk_norm, ("head", "projection", None))
+        check_choice(where, "dtype", self.dtype, [jnp.dtype(dtype).name for dtype in FLOATS])
         for name in ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim", "moe_intermediate"):
             _check(where, name, getattr(self, name), "size")
         _check(where, "max_positions", self.max_positions, "size")
@@ -157,7 +174,7 @@ class ModelConfig:
             if getattr(self, name) is not None:
                 _check(where, name, getattr(self, name), kind)
         for window in self.windows:
-            if window:  # 0 is for `Decoder` to refuse
+            if window is not None and not _is_zero(window):  # 0 is for `Decoder` to refuse
                 _check(where, "windows", window, "size")
         for token in self.eos_token_ids:
             _check(where, "eos_token_ids", token, "token")

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from moe_jax.nnx import MoE
-from moe_jax.pallas_kernels.checks import check_shape
+from moe_jax.pallas_kernels.checks import check_float, check_kind, check_shape
 from moe_jax.pallas_kernels.errors import InvalidArgument
 from moe_jax.pallas_kernels.grouped_moe import Activation, activate
 
@@ -85,7 +85,8 @@ class Decoder(nnx.Module):
             InvalidArgument: a config whose parts do not fit together.
         """
         _check(config)
-        dtype = jnp.dtype(config.dtype if param_dtype is None else param_dtype)
+        dtype = check_float("Decoder", "param_dtype", config.dtype if param_dtype is None else param_dtype)
+        check_kind("Decoder", "rngs", rngs, nnx.Rngs)
         table = (config.vocab_size, config.hidden_size)
         self.config = config
         self.embed = nnx.Param(_normal(rngs, table, config.hidden_size, dtype))
@@ -98,9 +99,11 @@ class Decoder(nnx.Module):
         """Next-token logits after every position; rows padded on the right are right up to their end.
 
         Raises:
-            InvalidArgument: tokens that are not ``[B, T]``.
+            InvalidArgument: tokens that are not ``[B, T]``, or no integers.
         """
         check_shape("Decoder", "tokens", tokens, ("B", "T"))
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise InvalidArgument("dtype of tokens", where="Decoder", got=tokens.dtype.name, wanted="integers")
         return self.logits(self._forward(tokens)[0])
 
     def prefill(
@@ -171,6 +174,8 @@ def _feed_forward(config: ModelConfig, layer: int, param_dtype: Any, rngs: nnx.R
 
 
 def _check(config: ModelConfig) -> None:
+    check_kind("Decoder", "config", config, ModelConfig)
+
     def check(ok: bool, name: str, got: object, wanted: str) -> None:
         if not ok:
             raise InvalidArgument(name, where="Decoder(config)", got=got, wanted=wanted)

@@ -11,17 +11,18 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from moe_jax.errors import CheckpointError, InvalidArgument
+from moe_jax.pallas_kernels.checks import check_kind, shown
 from moe_jax.pallas_kernels.grouped_moe import Activation, MoEConfig
 from moe_jax.pallas_kernels.route import RouterConfig
 
-from .config import ModelConfig, RopeConfig, shown
+from .config import ModelConfig, RopeConfig, RopeKind
 from .defaults import DEFAULTS
 
 DTYPES = ("bfloat16", "float16", "float32")
-ROPE_KINDS = ("default", "linear", "yarn", "llama3")
+ROPE_KINDS = get_args(RopeKind)
 
 # Formulas, not names: transformers has several spellings of the same function (its activations.py).
 _ACTIVATIONS: dict[str, Literal["swiglu", "geglu_erf", "geglu_tanh"]] = {
@@ -111,6 +112,8 @@ def parse_config(
         CheckpointError: an unknown ``model_type``, a value of the wrong type, or values that contradict
             each other; names the file, the key, what was got and what was wanted.
     """
+    if not isinstance(raw, Mapping):
+        raise CheckpointError("contents", where=where, got=f"a {type(raw).__name__}", wanted="a JSON object")
     family = raw.get("model_type")
     if family not in FAMILIES:
         raise CheckpointError("model_type", where=where, got=repr(family), wanted="one of " + ", ".join(FAMILIES))
@@ -352,6 +355,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     Raises:
         InvalidArgument: the family has no way to say what the config says (a fault of the config, not of a file).
     """
+    check_kind("config_to_hf", "config", config, ModelConfig)
     if config.family not in FAMILIES:
         wanted = "one of " + ", ".join(FAMILIES)
         raise InvalidArgument("family", where="config_to_hf", got=repr(config.family), wanted=wanted)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from ..as_operation import as_operation, copy_refusal, kernel_refusal
-from ..checks import FLOATS, check_dtype, check_shape
+from ..checks import FLOATS, check_dtype, check_integer, check_number, check_shape
 from ..device import capability_of
 from ..dispatch import Backend, Operation, sharding_refusal
 from ..errors import InvalidArgument
@@ -89,14 +89,16 @@ def attention(
     if min(sizes) < 1 or heads < 1 or heads % k_pages.shape[1]:
         wanted = "at least 1 of each, and heads a multiple of kv_heads"
         raise InvalidArgument("sizes", where=where, got=f"heads {heads}, pages and table {sizes}", wanted=wanted)
-    if window is not None and window < 1:
-        raise InvalidArgument("window", where=where, got=window, wanted="at least 1, or None")
-    if rows_of_sequence < 1 or rows % rows_of_sequence:
+    if window is not None:
+        window = check_integer(where, "window", window, 1, (1 << 31) - 1)
+    scale = dim**-0.5 if scale is None else check_number(where, "scale", scale)
+    rows_of_sequence = check_integer(where, "rows_of_sequence", rows_of_sequence, 1)
+    if rows % rows_of_sequence:
         raise InvalidArgument("rows_of_sequence", where=where, got=rows_of_sequence, wanted=f"a divisor of rows={rows}")
     sharding_refusal(where, dict(zip(_NAMES, (q, k_pages, v_pages, table, position, sequence, sink), strict=True)))
     out = ATTENTION(
         *(q.reshape(rows, heads * dim), k_pages, v_pages, table, position, sequence, sink),
-        *(float(dim**-0.5 if scale is None else scale), window, rows_of_sequence),
+        *(scale, window, rows_of_sequence),
         backend=backend,
     )
     return out.reshape(rows, heads, dim)

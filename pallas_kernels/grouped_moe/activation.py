@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..checks import check_choice, check_number, check_switch
 from ..errors import InvalidArgument
 
 Name = Literal["swiglu", "gpt_oss_swiglu", "geglu_tanh", "geglu_erf", "relu2"]
-_NAMES = ("swiglu", "gpt_oss_swiglu", "geglu_tanh", "geglu_erf", "relu2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +48,18 @@ class Activation:
     alpha: float | None = None
 
     def __post_init__(self) -> None:
+        where = f"Activation(name={self.name!r})"
+
         def check(ok: bool, problem: str, got: object, wanted: object) -> None:
             if not ok:
-                raise InvalidArgument(problem, where=f"Activation(name={self.name!r})", got=got, wanted=wanted)
+                raise InvalidArgument(problem, where=where, got=got, wanted=wanted)
 
-        check(self.name in _NAMES, "name", repr(self.name), ", ".join(_NAMES))
-        layouts = ("halves", "interleaved") if self.gated else (None,)
-        check(self.layout in layouts, "layout", repr(self.layout), " or ".join(map(repr, layouts)))
+        check_choice(where, "name", self.name, get_args(Name))
+        check_choice(where, "layout", self.layout, ("halves", "interleaved") if self.gated else (None,))
         oss, clamped = self.name == "gpt_oss_swiglu", self.name == "swiglu" and self.limit is not None
         check(self.limit is None or oss or clamped, "limit", self.limit, "None")
-        check(self.limit is None or self.limit > 0, "limit", self.limit, "a positive number")
+        if self.limit is not None:
+            check_number(where, "limit", self.limit, over=0, infinite=True)
         check(not oss or self.limit is not None, "limit", self.limit, "a positive number (gpt-oss uses 7.0)")
         check((self.alpha is not None) == oss, "alpha", self.alpha, "a number (gpt-oss uses 1.702)" if oss else "None")
         check(
@@ -66,6 +68,10 @@ class Activation:
             self.limit_after,
             "True or False" if clamped else "None",
         )
+        if clamped:
+            check_switch(where, "limit_after", self.limit_after)
+        if oss:
+            check_number(where, "alpha", self.alpha)
 
     @property
     def gated(self) -> bool:

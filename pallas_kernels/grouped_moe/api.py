@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from ..checks import FLOATS, check_dtype, check_kind, check_shape
+from ..checks import FLOATS, check_array, check_dtype, check_kind, check_shape
 from ..dispatch import Backend, Choice, Operation, sharding_refusal
 from ..errors import InvalidArgument
 from ..route import Routing, route
@@ -101,6 +101,8 @@ def _check(x, routing, weights, config, selection_bias) -> None:
     sharding_refusal(where, {"x": x, "routing": routing, "weights": weights})
     if not isinstance(routing, Routing):
         check_shape(where, "router logits", routing, (x.shape[0], config.router.experts))
+        if selection_bias is not None:  # the rest is for `route` to check
+            check_array(where, "selection_bias", selection_bias)
         if weights.down.shape[0] != config.router.experts:
             raise InvalidArgument(
                 "experts in weights, with router logits",

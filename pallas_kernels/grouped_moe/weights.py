@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..checks import check_dtype, check_kind, check_shape
+from ..checks import FLOATS, check_dtype, check_kind, check_shape
 from ..errors import InvalidArgument
 from ..route.config import RouterConfig
 from .activation import Activation
@@ -92,13 +92,15 @@ def check_weights(where: str, weights: ExpertWeights, config: MoEConfig, dtype: 
         "weights.down_bias": (weights.down_bias, (experts, hidden)),
     }
     if weights.shared is not None:
+        check_kind(where, "weights.shared", weights.shared, SharedExpert)
         check_shape(where, "weights.shared.down", weights.shared.down, (hidden, "S"))
         shared = weights.shared.down.shape[1]
         wanted["weights.shared.down"] = (weights.shared.down, (hidden, shared))
         wanted["weights.shared.gate_up"] = (weights.shared.gate_up, (act.rows(shared), hidden))
         wanted["weights.shared.gate"] = (weights.shared.gate, (1, hidden))
+    optional = ("weights.gate_up_bias", "weights.down_bias", "weights.shared.gate")
     for name, (array, shape) in wanted.items():
-        if array is not None:
+        if array is not None or name not in optional:
             check_shape(where, name, array, shape)
             check_dtype(where, name, array, (dtype,))
 
@@ -125,7 +127,10 @@ def pack_experts(
     Raises:
         InvalidArgument: shapes or dtypes that do not belong together, or a gate where there is none.
     """
-    where, act = "pack_experts", config.activation
+    where = "pack_experts"
+    check_kind(where, "config", config, MoEConfig)
+    act = config.activation
+    check_dtype(where, "up", up, FLOATS)
     check_shape(where, "up", up, ("E", "I", "H"))
     experts, inner, hidden = up.shape
     if (gate is None) == act.gated:

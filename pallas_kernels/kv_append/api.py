@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from ..as_operation import as_operation, copy_refusal, kernel_refusal, varying_refusal
-from ..checks import FLOATS, check_dtype, check_shape
+from ..checks import FLOATS, check_choice, check_dtype, check_number, check_shape
 from ..dispatch import Backend, Operation, sharding_refusal
 from ..errors import InvalidArgument
 from ..spec import KernelSpec
@@ -105,11 +105,12 @@ def kv_append(
     for name, array in (("position", position), ("sequence", sequence)):
         check_shape(where, name, array, (rows,))
     _check_norm(where, qkv, norm, q_gain, k_gain, (heads, kv_heads, dim))
-    if not eps > 0 or not (clip is None or clip > 0):
-        raise InvalidArgument("eps and clip", where=where, got=f"{eps}, {clip}", wanted="more than 0; clip or None")
+    eps = check_number(where, "eps", eps, over=0)
+    if clip is not None:
+        clip = check_number(where, "clip", clip, over=0, infinite=True)
     arrays = (qkv, q_gain, k_gain, cos, sin, position, sequence, table, k_pages, v_pages)
     sharding_refusal(where, dict(zip(_NAMES, arrays, strict=True)))
-    q, k_pages, v_pages = KV_APPEND(*arrays, norm, float(eps), None if clip is None else float(clip), backend=backend)
+    q, k_pages, v_pages = KV_APPEND(*arrays, norm, eps, clip, backend=backend)
     return q.reshape(rows, heads, dim), k_pages, v_pages
 
 
@@ -118,8 +119,7 @@ _NAMES = ("qkv", "q_gain", "k_gain", "cos", "sin", "position", "sequence", "tabl
 
 def _check_norm(where: str, qkv, norm, q_gain, k_gain, sizes: tuple[int, int, int]) -> None:
     heads, kv_heads, dim = sizes
-    if norm not in (None, "head", "projection"):
-        raise InvalidArgument("norm", where=where, got=repr(norm), wanted="'head', 'projection' or None")
+    check_choice(where, "norm", norm, ("head", "projection", None))
     for name, gain, width in (("q_gain", q_gain, heads * dim), ("k_gain", k_gain, kv_heads * dim)):
         if (gain is None) != (norm is None):
             got = f"norm={norm!r} and {'no' if gain is None else 'a'} {name}"

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..as_operation import as_operation, copy_refusal, kernel_refusal
-from ..checks import FLOATS, check_dtype, check_shape
+from ..checks import FLOATS, check_dtype, check_float, check_number, check_shape
 from ..device import capability_of
 from ..dispatch import Backend, Operation, sharding_refusal
-from ..errors import InvalidArgument
 from . import reference
 from .heuristics import MAX_ROWS
 from .specs import linear_spec
@@ -60,12 +59,8 @@ def linear(
     where = "linear"
     check_dtype(where, "x", x, FLOATS)
     check_shape(where, "x", x, ("T", "K"))
-    out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    if out not in [jnp.dtype(dtype) for dtype in FLOATS]:
-        names = ", ".join(jnp.dtype(dtype).name for dtype in FLOATS)
-        raise InvalidArgument("out_dtype", where=where, got=out.name, wanted=names)
-    if not eps > 0:
-        raise InvalidArgument("eps", where=where, got=eps, wanted="more than 0")
+    out = check_float(where, "out_dtype", x.dtype if out_dtype is None else out_dtype)
+    eps = check_number(where, "eps", eps, over=0)
     rows, inputs = x.shape
     check_dtype(where, "w", w, (x.dtype,))
     check_shape(where, "w", w, ("N", inputs))
@@ -79,7 +74,7 @@ def linear(
             check_dtype(where, name, array, (dtype,))
             check_shape(where, name, array, shape)
     sharding_refusal(where, {"x": x, "w": w, "gain": gain, "bias": bias, "residual": residual})
-    return LINEAR(x, w, gain, bias, residual, float(eps), out.name, backend=backend)
+    return LINEAR(x, w, gain, bias, residual, eps, out.name, backend=backend)
 
 
 def _spec(x, w, gain, bias, residual, eps: float, out_dtype: str):

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from ..as_operation import as_operation, copy_refusal, kernel_refusal
-from ..checks import FLOATS, check_dtype, check_kind, check_shape
+from ..checks import FLOATS, check_dtype, check_kind, check_number, check_shape
 from ..dispatch import Backend, Operation, sharding_refusal
-from ..errors import InvalidArgument
 from . import reference
 from .config import RouterConfig, Routing
 from .fused import normed_route
@@ -123,11 +122,11 @@ def route_rows(
         CannotServe: the back end asked for declined, or arguments are sharded outside ``shard_map``.
     """
     where = "route_rows"
+    check_kind(where, "config", config, RouterConfig)
     check_dtype(where, "x", x, FLOATS)
     check_shape(where, "x", x, ("T", "H"))
     hidden, experts = x.shape[1], config.experts
-    if not eps > 0:
-        raise InvalidArgument("eps", where=where, got=eps, wanted="more than 0")
+    eps = check_number(where, "eps", eps, over=0)
     check_dtype(where, "router_weight", router_weight, (x.dtype,))
     check_shape(where, "router_weight", router_weight, (experts, hidden))
     for name, array, size, dtypes in (
@@ -141,7 +140,7 @@ def route_rows(
     given = {"x": x, "router_weight": router_weight, "norm_weight": norm_weight, "router_bias": router_bias}
     sharding_refusal(where, given | {"selection_bias": selection_bias})
     args = x, norm_weight, router_weight, router_bias, selection_bias
-    routing, normed = ROUTE_ROWS(*args, config, float(eps), backend=backend)
+    routing, normed = ROUTE_ROWS(*args, config, eps, backend=backend)
     return routing, x if normed is None else normed
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from jaxtyping import Array, Float32, Int32
 
+from ..checks import check_choice, check_number
 from ..errors import InvalidArgument
 
 Score = Literal["softmax", "topk_softmax", "sigmoid"]
@@ -59,15 +59,10 @@ class RouterConfig:
             value = getattr(self, name)
             check(type(value) is int, f"type of {name}", repr(value), "an int")
         check(type(self.renormalize) is bool, "type of renormalize", repr(self.renormalize), "True or False")
-        check(math.isfinite(self.scaling_factor), "scaling_factor", self.scaling_factor, "a finite number")
+        check_number("RouterConfig", "scaling_factor", self.scaling_factor)
         check(self.experts >= 1, "experts", self.experts, "at least 1")
         check(1 <= self.top_k <= self.experts, "top_k", self.top_k, f"1 to experts={self.experts}")
-        check(
-            self.score in ("softmax", "topk_softmax", "sigmoid"),
-            "score",
-            repr(self.score),
-            "'softmax', 'topk_softmax' or 'sigmoid'",
-        )
+        check_choice("RouterConfig", "score", self.score, get_args(Score))
         check(
             self.groups >= 1 and self.experts % self.groups == 0,
             "groups",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from moe_jax.engine.step import Geometry, Steps, build
 from moe_jax.engine.weights import module_weights
 from moe_jax.errors import CannotServe, InvalidArgument
 from moe_jax.model import Model
+from moe_jax.testing import assert_replay_equals_direct
 from tiny_models import tiny_config, tiny_model, tiny_module
 
 
@@ -38,6 +40,11 @@ def engine():
         ({"max_entries": 2}, r"max_entries: got 2, wanted at least 3, a graph for each bucket of \[1, 2, 4\] rows"),
         ({"max_bytes": 1 << 16}, r"max_bytes: got 65536, wanted at least \d{6}, a graph for each bucket of"),
         ({"graphs": "yes"}, "graphs: got 'yes', wanted on or off or strict or simulate"),
+        *(
+            ({"runtime": runtime}, "runtime: got .*, wanted a SimulatedRuntime, a CudaRuntime or None")
+            for runtime in (3, "cuda", jax.devices()[0])
+        ),
+        ({"runtime": 3, "graphs": "on"}, "runtime: got int"),
     ],
 )
 def test_options(options, message):
@@ -87,6 +94,27 @@ def test_prompts(engine, prompts, options, message):
     with pytest.raises(InvalidArgument, match=message):
         engine.prefill(prompts, **options)
     assert engine.stats()["sequences"] == engine.stats()["steps"] == 0
+
+
+@pytest.mark.parametrize("name", ["logprobs", "stream"])
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_switches_of_generate(engine, name, value):
+    with pytest.raises(InvalidArgument, match=f"^Engine.generate: {name}: got .*, wanted True or False"):
+        engine.generate([[1]], **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"engine": None}, "type of engine: got NoneType, wanted Engine"),
+        *(({"prompts": value}, "prompts: got .*, wanted a list of prompts") for value in (None, 3, "text")),
+        *(({"steps": value}, "steps: got .*, wanted an integer, 1 or more") for value in (None, "3", 1.0, 0, -1)),
+    ],
+)
+def test_assert_replay_equals_direct(engine, arguments, message):
+    with pytest.raises(InvalidArgument, match=f"^assert_replay_equals_direct: {message}"):
+        assert_replay_equals_direct(**{"engine": engine, "prompts": [[1]], **arguments})
+    assert engine.stats()["steps"] == 0
 
 
 def test_no_more_than_there_are_places(engine):

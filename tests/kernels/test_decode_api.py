@@ -148,6 +148,13 @@ ROWS = (TABLE, POSITION, SEQUENCE)
         (lambda: linear(X, W, residual=RESIDUAL, out_dtype=jnp.bfloat16), "dtype of residual: got float32"),
         (lambda: linear(X, W, out_dtype=jnp.int32), "out_dtype: got int32"),
         (lambda: linear(X, W, eps=0.0), "eps: got 0"),
+        (lambda: linear(X, W, eps="1"), "eps: got '1', wanted a finite number over 0"),
+        (lambda: linear(X, W, eps=True), "eps: got True"),
+        (lambda: linear(X, W, eps=10**400), "eps: got an integer of 1329 bits"),
+        (lambda: linear(X, W, eps=float("inf")), "eps: got inf"),
+        (lambda: jax.jit(lambda eps: linear(X, W, eps=eps))(1e-6), "eps: got .*Tracer.*, wanted a finite number"),
+        (lambda: linear(X, W, out_dtype="foo"), "out_dtype: got 'foo', wanted bfloat16 or float16 or float32"),
+        (lambda: linear(X, W, out_dtype=3), "out_dtype: got 3"),
         (lambda: linear(X, W, backend="cutlass"), "'cutlass', wanted auto, triton, reference"),
         (lambda: attention(Q[0], *PAGES, *ROWS), "shape of q"),
         (lambda: attention(Q, K_PAGES, V_PAGES[:3], *ROWS), "shape of v_pages"),
@@ -156,6 +163,14 @@ ROWS = (TABLE, POSITION, SEQUENCE)
         (lambda: attention(Q, *PAGES, TABLE.astype(jnp.int16), POSITION, SEQUENCE), "dtype of table"),
         (lambda: attention(Q, *PAGES, *ROWS, sink=SINK[:2]), "shape of sink"),
         (lambda: attention(Q, *PAGES, *ROWS, window=0), "window: got 0"),
+        (lambda: attention(Q, *PAGES, *ROWS, window="3"), "window: got '3', wanted an integer from 1 to 2147483647"),
+        (lambda: attention(Q, *PAGES, *ROWS, window=2.0), "window: got 2.0"),
+        (lambda: attention(Q, *PAGES, *ROWS, window=True), "window: got True"),
+        (lambda: attention(Q, *PAGES, *ROWS, window=1 << 31), "window: got 2147483648"),
+        (lambda: attention(Q, *PAGES, *ROWS, scale="1"), "scale: got '1', wanted a finite number"),
+        (lambda: attention(Q, *PAGES, *ROWS, scale=float("nan")), "scale: got nan"),
+        (lambda: attention(Q, *PAGES, *ROWS, rows_of_sequence=None), "rows_of_sequence: got None, wanted an integer"),
+        (lambda: attention(Q, *PAGES, *ROWS, rows_of_sequence=5.0), "rows_of_sequence: got 5.0"),
         (lambda: attention(Q, *PAGES, *ROWS, rows_of_sequence=2), "a divisor of rows=5"),
         (lambda: kv_append(QKV[:, :40], COS, SIN, *PAGES, *ROWS), "width of qkv: got 40"),
         (lambda: kv_append(QKV, COS[:, :4], SIN, *PAGES, *ROWS), "shape of cos"),
@@ -163,13 +178,25 @@ ROWS = (TABLE, POSITION, SEQUENCE)
         (lambda: kv_append(QKV, COS, SIN, *PAGES, *ROWS, norm="row"), "norm: got 'row'"),
         (lambda: kv_append(QKV, COS, SIN, *PAGES, *ROWS, norm="head"), "no q_gain"),
         (lambda: kv_append(QKV, COS, SIN, *PAGES, *ROWS, k_gain=K_GAIN), "a k_gain"),
-        (lambda: kv_append(QKV, COS, SIN, *PAGES, *ROWS, clip=-1.0), "clip"),
+        (lambda: kv_append(QKV, COS, SIN, *PAGES, *ROWS, norm=["head"]), r"norm: got \['head'\]"),
+        (lambda: kv_append(QKV, COS, SIN, *PAGES, *ROWS, clip=-1.0), "clip: got -1.0, wanted a number over 0"),
+        (lambda: kv_append(QKV, COS, SIN, *PAGES, *ROWS, clip="1"), "clip: got '1'"),
+        (lambda: kv_append(QKV, COS, SIN, *PAGES, *ROWS, eps=None), "eps: got None, wanted a finite number over 0"),
         (lambda: kv_append(QKV, COS, SIN, K_PAGES[..., :7], V_PAGES[..., :7], *ROWS), "an even D"),
     ],
 )
 def test_wrong_arguments(call, message):
     with pytest.raises(InvalidArgument, match=message):
         call()
+
+
+@pytest.mark.parametrize("number", [float, np.float32, np.asarray, jnp.asarray])
+def test_numbers_of_any_library_are_numbers(number):
+    exact = linear(X, W, gain=GAIN, eps=0.25), attention(Q, *PAGES, *ROWS, scale=0.5, window=3)
+    same((linear(X, W, gain=GAIN, eps=number(0.25)), attention(Q, *PAGES, *ROWS, scale=number(0.5), window=3)), exact)
+    same(attention(Q, *PAGES, *ROWS, scale=0.5, window=np.int64(3), rows_of_sequence=np.int32(1)), exact[1])
+    unclipped = kv_append(QKV, COS, SIN, *PAGES, *ROWS)
+    same(kv_append(QKV, COS, SIN, *PAGES, *ROWS, clip=number(np.inf)), unclipped)
 
 
 # -- choice of back end -----------------------------------------------------------------------------------------------

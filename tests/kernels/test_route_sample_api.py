@@ -141,6 +141,8 @@ def replaced(place: int, array: Any) -> tuple[Any, ...]:
         (lambda: route_rows(X, W, CONFIG, router_bias=BIAS.astype(jnp.bfloat16)), "dtype of router_bias"),
         (lambda: route_rows(X, W, CONFIG, selection_bias=BIAS.astype(jnp.bfloat16)), "dtype of selection_bias"),
         (lambda: route_rows(X, W, CONFIG, eps=0.0), "eps: got 0"),
+        (lambda: route_rows(X, W, CONFIG, eps="1"), "eps: got '1', wanted a finite number over 0"),
+        (lambda: route_rows(X, W, None), "route_rows: type of config: got NoneType, wanted RouterConfig"),
         (lambda: route_rows(X, W, CONFIG, backend="cuda"), "'cuda', wanted auto, triton, reference"),
         (lambda: sample(*replaced(0, ARGS[0][0])), "shape of logits"),
         (lambda: sample(*replaced(0, ARGS[0][:, :0])), "vocabulary: got 0"),
