@@ -90,9 +90,7 @@ PLACES = {
     "swept": places(GraphStore.sweep, GraphStore.forget, GraphStore.retire, Graphs._observe),
     "put off": places(GraphStore.put_off, GraphStore.destroy_one, GraphStore._unowned, GraphStore.destroy),
     "room": places(GraphStore.make_room, GraphStore._unowned, GraphStore.destroy),
-    "eviction": places(
-        GraphStore.make_room, GraphStore._evict, GraphStore.forget, GraphStore.retire, GraphStore.destroy
-    ),
+    "eviction": places(GraphStore.make_room, GraphStore.forget, GraphStore.retire, GraphStore.destroy),
     "out of date": places(
         Graphs._observe, GraphStore.make_room, GraphStore._unowned, GraphStore.retire, GraphStore.destroy
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from toy_step import World, equal_list, manifest
+from toy_step import SEQUENCES, World, equal_list, manifest
 
 from moe_jax.cache.store import PLANS_PER_GRAPH, estimated_bytes
 
@@ -105,10 +105,10 @@ def test_a_plan_without_a_graph_goes_before_a_live_graph(world_for, moves):
     world.registry.accept(manifest(namespace="draft"))
     live = warm(world, 1)[1]
     prompt = {"phase": "prompt", "semantics": "sequential", "sequences": 1}
-    for turn in range(2 * PLANS_PER_GRAPH):
-        if moves and turn % 3 == 0:
+    for rows in range(2, SEQUENCES + 1):
+        if moves and rows % 3 == 2:
             world.registry.advance_owner("draft")
-        world.step(2 + turn, **prompt, **of_draft(world))
+        world.step(rows, **prompt, **of_draft(world))
         stats = world.counts_add_up()
         assert (stats["graphs"], stats["retired"], stats["evictions"]) == (1, 0, 0)
         assert stats["plans"] <= PLANS_PER_GRAPH
