@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -77,7 +78,9 @@ def other_rows_of(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def facts(report: Mapping[str, Any]) -> str:
-    """Device, number of runs, date, ceilings and versions in a few words, and what is to be known of marked cells."""
+    """Device, number of runs, date, ceilings and versions in a few words, what is to be known of marked cells, and what
+    built the kernels.
+    """
     named = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     runs = report.get("runs", [report])
     device = f"{'an' if report['device'].startswith('NVIDIA') else 'a'} {report['device']}"
@@ -89,7 +92,25 @@ def facts(report: Mapping[str, Any]) -> str:
     layers = [_ours(cell)[1] for cell in report["cells"] if cell.get("op") == "ffn"]
     if notes := dict.fromkeys(one["note"] for one in layers if one is not None and one["note"]):
         parts.append(f"{NOTED}: {'; '.join(notes)}.")
-    return " ".join(parts)
+    return " ".join([*parts, built_by(report)]).rstrip()
+
+
+def built_by(report: Mapping[str, Any]) -> str:
+    """What built the kernels of each contender, in one sentence: not always the Triton that is among the versions. ""
+    where no cell has it recorded.
+    """
+    builders: dict[str, Counter[str]] = {}
+    for one in (one for cell in report["cells"] for one in cell.get("measured", ()) if one["builder"]):
+        builders.setdefault(one["name"], Counter())[one["builder"]] += 1
+    named: dict[str, list[str]] = {}
+    for name, found in builders.items():
+        for builder, count in found.items():
+            some = f" in {count} cell{'s' * (count > 1)}" if len(found) > 1 else ""
+            named.setdefault(builder, []).append(f"{name}{some}")
+    if not named:
+        return ""
+    parts = [f"{builder} ({', '.join(names)})" for builder, names in named.items()]
+    return f"Kernels were built, as recorded, by {' and '.join(parts)}; those inside jit by the versions named."
 
 
 def _range(values: Sequence[float], form: str) -> str:

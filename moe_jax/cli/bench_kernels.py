@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,25 +92,5 @@ def _show(report: Mapping[str, Any], console: Console) -> None:
         console.print(Text(tables.facts(report)))
     else:
         print(tables.markdown(report), file=console.file)
-    if told := built_by(report):
-        print(told, file=console.file)
     if report["stopped"]:
         print(f"Not complete: {report['stopped']} is over.", file=console.file)
-
-
-def built_by(report: Mapping[str, Any]) -> str:
-    """What built the kernels of each contender, in one sentence: not always the Triton that is among the versions. ""
-    where no cell has it recorded.
-    """
-    builders: dict[str, Counter[str]] = {}
-    for one in (one for cell in report["cells"] for one in cell.get("measured", ()) if one["builder"]):
-        builders.setdefault(one["name"], Counter())[one["builder"]] += 1
-    named: dict[str, list[str]] = {}
-    for name, found in builders.items():
-        for builder, count in found.items():
-            some = f" in {count} cell{'s' * (count > 1)}" if len(found) > 1 else ""
-            named.setdefault(builder, []).append(f"{name}{some}")
-    if not named:
-        return ""
-    parts = [f"{builder} ({', '.join(names)})" for builder, names in named.items()]
-    return f"Kernels were built, as recorded, by {' and '.join(parts)}; those inside jit by the versions named."
