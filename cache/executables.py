@@ -323,11 +323,10 @@ def use_compilation_cache(path: str | Path | None) -> None:
 
     Raises:
         InvalidArgument: no path, or one that is not of a folder.
+        OSError: of the file system.
     """
-    folder = None if path is None else check_path("use_compilation_cache", path).expanduser().absolute()
+    folder = None if path is None else check_path("use_compilation_cache", path).absolute()
     if folder is not None:
-        if folder.exists() and not folder.is_dir():
-            raise InvalidArgument("path", where="use_compilation_cache", got=f"the file {folder}", wanted="a folder")
         folder.mkdir(parents=True, exist_ok=True)
     name = None if folder is None else str(folder)
     if jax.config.jax_compilation_cache_dir != name:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float32, Int, Int32
 
 from moe_jax.cache import Executables, program_key
 from moe_jax.errors import InvalidArgument
-from moe_jax.pallas_kernels.checks import check_integer, check_kind, check_switch, shown
+from moe_jax.pallas_kernels.checks import check_integer, check_kind, check_path, check_switch, shown
 
 from . import generation, serving
 from .models.config import ModelConfig
@@ -252,8 +252,8 @@ class Model:
     def save(self, path: str | Path) -> None:
         """Write a Hugging Face folder: config, weights, and the tokenizer's files if there is one.
 
-        A checkpoint that was in the folder is replaced, its tokenizer too, or removed when this model has none. A save
-        that fails leaves the old checkpoint or the new one, whole.
+        A checkpoint that was in the folder is replaced, its tokenizer and chat template too, or these are removed where
+        this model has none. A save that fails leaves the old checkpoint or the new one, whole.
 
         Raises:
             InvalidArgument: ``path`` is no path, or the config does not describe the module.
@@ -261,7 +261,7 @@ class Model:
         """
         from moe_jax.checkpoint import save_module
 
-        save_module(self.config, self.module, path, tokenizer=self.tokenizer)
+        save_module(self.config, self.module, check_path("Model.save", path), tokenizer=self.tokenizer)
 
     def _on_engine(
         self,

@@ -136,8 +136,12 @@ def check_float(where: str, name: str, dtype: Any, wanted: Sequence[Any] | None 
 
 
 def check_path(where: str, path: Any) -> Path:
-    """Require what can be the path of a folder."""
+    """Require the path of a folder, or of nothing yet, and give it with its ``~`` expanded."""
     named = isinstance(path, (str, os.PathLike)) and os.fspath(path)
     if not isinstance(named, str) or not named or "\0" in named:
         raise InvalidArgument("path", where=where, got=repr(path), wanted="the path of a folder")
-    return Path(named)
+    folder = Path(os.path.expanduser(named))  # leaves the ~ of an unknown user, where Path.expanduser raises
+    if os.path.lexists(folder) and not folder.is_dir():
+        kind = "the file" if folder.exists() else "a link to nothing,"
+        raise InvalidArgument("path", where=where, got=f"{kind} {folder}", wanted="a folder")
+    return folder

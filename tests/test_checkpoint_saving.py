@@ -23,7 +23,7 @@ from checkpoint_files import arrays_of, assert_same, random_tensors, small_confi
 from moe_jax.checkpoint import load_module, save_module
 from moe_jax.checkpoint import save as save_file
 from moe_jax.checkpoint.files import whole
-from moe_jax.errors import CheckpointError
+from moe_jax.errors import CheckpointError, InvalidArgument
 from moe_jax.loading import load
 from moe_jax.model import Model
 from moe_jax.models.config import ModelConfig
@@ -278,6 +278,46 @@ def test_a_tokenizer_is_kept_replaced_or_removed(models, tmp_path):
     assert load(tmp_path).tokenizer is None
     assert_same(load_module(tmp_path)[1], module)
     np.testing.assert_array_equal(*(np.asarray(m.embed[...]) for m in (load_module(tmp_path)[1], module)))
+
+
+def test_shards_that_no_index_names_are_somebody_elses(models, tmp_path):
+    other = "model-00001-of-00002.safetensors"
+    (tmp_path / other).write_text("of somebody else")
+    for save in (several, one, several, one):
+        save(models[0], tmp_path)
+        shards = {file.name for file in tmp_path.glob("model-*")}
+        assert (shards == {other}) == (save is one)
+    assert (tmp_path / other).read_text() == "of somebody else"
+
+
+@pytest.mark.parametrize(
+    "index", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../b"}}']
+)
+def test_an_index_that_names_no_shards_is_only_replaced(models, tmp_path, index):
+    (tmp_path / "b").write_text("kept")
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "model.safetensors.index.json").write_text(index)
+    one(models[0], folder)
+    assert same(load(folder), models[0])
+    assert (tmp_path / "b").read_text() == "kept"
+
+
+def test_a_home_folder_is_found_by_its_sign(models, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    models[0].save("~/model")
+    assert same(load("~/model"), models[0])
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("kind", ["a file", "a link to nothing"])
+def test_what_is_no_folder_is_refused(models, tmp_path, kind):
+    path = tmp_path / "model"
+    path.write_text("kept") if kind == "a file" else path.symlink_to(tmp_path / "nothing")
+    with pytest.raises(InvalidArgument, match=r"Model\.save: path: got .*model.*wanted a folder"):
+        models[0].save(path)
+    assert kind != "a file" or path.read_text() == "kept"
 
 
 class Killed(BaseException):

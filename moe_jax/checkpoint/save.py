@@ -18,6 +18,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Generator, Mapping
@@ -41,6 +42,7 @@ from . import names
 from .files import DTYPE_NAMES, INDEX, SAVED, SINGLE, whole
 
 STAGING = ".saving-"
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 Part = tuple[names.Path, int, names.Source]  # a tensor: the parameter it is cut from, its first element, name and shape
 
 
@@ -56,12 +58,12 @@ def save_module(
     """Write a decoder as a Hugging Face folder: config.json, generation_config.json and safetensors.
 
     A save that fails, at any point, leaves the checkpoint that was there or the new one, whole; see the module. Other
-    files of the folder are kept.
+    files of the folder are kept: of shards, those that the index of the checkpoint there does not name.
 
     Args:
         config: the model's config; the parameters' own dtype is the one written.
         module: a `moe_jax.models.decoder.Decoder`.
-        path: the folder, made if it is not there.
+        path: the folder, made if it is not there; a ``~`` is expanded.
         layout: how experts are stored, see `moe_jax.checkpoint.names`.
         max_shard_bytes: one file up to this size, several with an index above.
         tokenizer: goes with it; None: none does; ``"kept"``: the one of the checkpoint that is there, if any.
@@ -197,10 +199,11 @@ def _move(folder: Path, staging: Path) -> None:
     """Bring what was saved to its place, and take away what was there. May be broken off anywhere and begun again."""
     saved, links = folder / SAVED, Path(tempfile.mkdtemp(dir=staging))
     files = {file.name for file in saved.iterdir()}
-    shard = "model-" + "[0-9]" * 5 + "-of-" + "[0-9]" * 5 + ".safetensors"
-    known = {"generation_config.json", INDEX, SINGLE, *TOKENIZER_FILES, *(file.name for file in folder.glob(shard))}
-    for name in ("config.json", *sorted(known - files)):
-        (folder / name).unlink(missing_ok=True)
+    # In this order: shards go before the index that names them.
+    known = ("config.json", *_indexed(folder), "generation_config.json", INDEX, SINGLE, *TOKENIZER_FILES)
+    for name in known:
+        if name not in files or name == "config.json":
+            (folder / name).unlink(missing_ok=True)
     for name in (*sorted(files - {"config.json"}), "config.json"):
         link = links / name
         try:
@@ -216,6 +219,15 @@ def _move(folder: Path, staging: Path) -> None:
     os.rename(saved, old)
     # While the folder is locked: removing a link changes the file, and `whole` must not take that for another file.
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _indexed(folder: Path) -> list[str]:
+    """Shards that the index of a folder names."""
+    try:
+        named = json.loads((folder / INDEX).read_text())["weight_map"].values()
+        return sorted({name for name in named if _SHARD.fullmatch(name)})
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+        return []  # there is none, or none that names anything
 
 
 def _generation(config: ModelConfig) -> dict[str, Any]:
