@@ -202,18 +202,21 @@ def gathered(steps: Iterator[Column], *, logprobs: bool, stream: bool) -> Any:
     return (tokens, scores) if logprobs else tokens
 
 
-def parse_stop(stop: Any, end_tokens: Sequence[int], vocabulary: int, tokenizer: Tokenizer | None) -> Stop:
+def parse_stop(
+    stop: Any, end_tokens: Sequence[int], vocabulary: int, tokenizer: Tokenizer | None, caller: str = "generate"
+) -> Stop:
     """Stop conditions of a user, with the model's own end-of-sequence tokens.
 
     Args:
         stop: None, a token id, a string, or a list, tuple or array whose items are ids, strings, or lists of ids (a
             sequence).
+        caller: whose option it is, for errors.
 
     Raises:
         InvalidArgument: another type or an item of another kind, an id out of the vocabulary, or a string without a
             tokenizer.
     """
-    where = "generate(stop=…)"
+    where = f"{caller}(stop=…)"
     stop = plain(stop)
     stop = [] if stop is None else [stop] if isinstance(stop, (int, np.integer, str)) else stop
     if not isinstance(stop, (list, tuple)):

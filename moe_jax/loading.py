@@ -50,7 +50,13 @@ def load(
     folder = whole(place)
     read = {folder / name: identity(folder / name) for name in TOKENIZER_FILES}
     tokenizer = Tokenizer.from_folder(folder)
-    config, module = load_module(folder, dtype=dtype, device=on, progress=progress, strict=strict)
+    try:
+        config, module = load_module(folder, dtype=dtype, device=on, progress=progress, strict=strict)
+    except CheckpointError as error:
+        if folder != place or (folder / "config.json").exists():
+            raise
+        got, wanted = "a folder without config.json", "a Hugging Face folder: config.json, and weights in safetensors"
+        raise CheckpointError("no checkpoint", where=str(folder), got=got, wanted=wanted) from error
     # The tokenizer is that of the weights if none was saved meanwhile. A save shows first in where the checkpoint is,
     # then in the files of that place, so they are looked at in this order.
     if whole(place) != folder:

@@ -399,10 +399,10 @@ def _separate(prompts: Prompts) -> list[Any]:
     where = "generate(prompts)"
     wanted = "integers [B, T] or [T], lists of ids, strings, or chat messages"
     _refuse_traced(where, prompts)
-    if isinstance(prompts, (str, Mapping)):
-        if isinstance(prompts, Mapping):
-            raise InvalidArgument("one chat message", where=where, got="a dict", wanted="a list of messages")
+    if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, Mapping) and "role" in prompts:
+        raise InvalidArgument("one chat message", where=where, got="a dict", wanted="a list of messages")
     if isinstance(prompts, (jax.Array, np.ndarray)):
         ids = np.asarray(prompts)
         if ids.ndim not in (1, 2) or not np.issubdtype(ids.dtype, np.integer):

@@ -146,7 +146,7 @@ class PlannedFunction:
                 if program is None:  # dropped by the store since
                     break
                 try:
-                    result = _run(program, call)
+                    result = _run(program, call, self._where)
                 except ValueError:
                     # JAX refuses another order of axes before anything runs; to ask for it here would cost too much.
                     if ready.leaves.lie_alike(call.leaves):
@@ -159,7 +159,7 @@ class PlannedFunction:
                 return result
         if jax.config.jax_disable_jit or any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):
             return self._within(args, kwargs)
-        return _run(self._admit(call, running=True)[1], call)
+        return _run(self._admit(call, running=True)[1], call, self._where)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -343,8 +343,20 @@ class PlannedFunction:
         )
 
 
-def _run(program: Compiled, call: Call) -> Any:
-    result, changed = program(*call.leaves)
+def _run(program: Compiled, call: Call, where: str) -> Any:
+    try:
+        result, changed = program(*call.leaves)
+    except RuntimeError as error:
+        # Only this text: arrays that are donated to this very call are deleted too if it fails later.
+        if "Array has been deleted" not in str(error):
+            raise
+        gone = (isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in call.leaves)
+        names = [name for name, deleted in zip(planned_call.leaf_names(call), gone, strict=True) if deleted]
+        if not names:
+            raise
+        got = "a deleted array: it was donated, to an earlier call say"
+        wanted = "one that still has its values, as the result of that call"
+        raise InvalidArgument(", ".join(names), where=where, got=got, wanted=wanted) from error
     if call.split is not None:
         call.split.write(changed)
     return result
@@ -397,7 +409,8 @@ def planned_jit(
 
     Raises:
         InvalidArgument: here: an option that does not fit. When called: an argument that is neither array, number nor
-            module, a plan or static value without content or equality, arrays bound to different devices.
+            module, a plan or static value without content or equality, arrays bound to different devices, or one that
+            was deleted, as by an earlier call that it was donated to.
         PlanChanged: when called with ``on_change="raise"``; nothing has run, and nothing is donated.
         CannotServe: when called: the function changes the structure of a module.
     """
@@ -405,9 +418,9 @@ def planned_jit(
     if not callable(fn):
         raise InvalidArgument("fn", where=where, got=f"a {type(fn).__qualname__}", wanted="a function")
     check_choice(where, "on_change", on_change, ("recompile", "raise"))
-    for items in (donate, static):
+    for option, items in (("donate", donate), ("static", static)):
         if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
-            raise InvalidArgument("donate or static", where=where, got=repr(items), wanted="a list of names or numbers")
+            raise InvalidArgument(option, where=where, got=repr(items), wanted="a list of names or numbers")
     donate, static = tuple(donate), tuple(static)
     if command_buffers is not None:
         command_buffers = check_switch(where, "command_buffers", command_buffers)

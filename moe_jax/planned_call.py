@@ -164,8 +164,7 @@ class Remembered:
         try:
             key = program_key(value, tokens=self._tokens)
         except InvalidArgument as error:
-            inside = error.where.removeprefix("program_key: parts[0]")
-            where = f"{self._where}: {name}{inside}"
+            where = f"{self._where}: {name}{error.where.removeprefix('program_key: parts[0]')}"
             raise InvalidArgument(error.problem, where=where, got=error.got, wanted=error.wanted) from error
         self._last = (value, key) if _frozen(value) else None
         return key
@@ -235,7 +234,8 @@ def is_derived(plan: Any, where: str) -> bool:
     except InvalidArgument as error:
         if callable(plan):
             return True
-        raise InvalidArgument("plan", where=f"{where}: {error.where}", got=error.got, wanted=error.wanted) from error
+        inside = error.where.removeprefix("program_key: parts[0]")
+        raise InvalidArgument(f"plan{inside}", where=where, got=error.got, wanted=error.wanted) from error
     return False
 
 

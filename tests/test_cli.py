@@ -250,6 +250,15 @@ def test_info_describes_a_checkpoint(command, checkpoint):
     assert "available in the memory of this machine" in out
 
 
+def test_info_takes_the_model_as_decode_does(command, checkpoint):
+    found = [command("info", *path, "--json") for path in ([checkpoint], ["--model", checkpoint])]
+    facts = [json.loads(out) | {"free_bytes": None} for _, out, _ in found]  # other programs use memory too
+    assert facts[0] == facts[1] and facts[0]["family"] == "qwen3_moe"
+    code, out, err = command("info", checkpoint, "--model", checkpoint)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: moe-jax info: two checkpoints: got ") and "wanted one of the two" in err
+
+
 @pytest.mark.parametrize(
     ("free", "slots"), [(10**9, 8), (1000 + 2 * 10 * 3, 3), (1000 + 2 * 10 * 3 - 1, 2), (999, 0), (0, 0)]
 )
@@ -320,6 +329,12 @@ def test_errors_are_one_line_on_stderr(command, checkpoint, tmp_path, arguments,
         (["--top-p", "0"], "top_p: got 0.0"),
         (["--seed", "-1"], "seed: got -1, wanted an integer from 0 to 18446744073709551615"),
         (["--seed", str(2**64)], "seed: got an integer of 65 bits"),
+        (["--seed", "abc"], "moe-jax decode: --seed: got 'abc', wanted an integer"),
+        (["--top-p", "x"], "moe-jax decode: --top-p: got 'x', wanted a number"),
+        (["--max-new-tokens", "0"], "moe-jax decode: --max-new-tokens: got 0, wanted an integer, 1 or more"),
+        (["--max-new-tokens", "1.5"], "moe-jax decode: --max-new-tokens: got '1.5', wanted an integer"),
+        (["--temperature", "nan"], "temperature: got nan, wanted a finite number, 0 or more"),
+        (["--temperature", "-1"], "temperature: got -1.0, wanted a finite number, 0 or more"),
         (["--temperature", "inf"], "temperature: got inf, wanted a finite number"),
         (["--graphs", "on"], "--graphs: device: got 'on' on a cpu, wanted a CUDA device, or simulate or jit"),
         (["--graphs", "off", "--device", "cpu"], "--graphs: device: got 'off' on a cpu"),

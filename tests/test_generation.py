@@ -251,6 +251,7 @@ def test_prompts_come_in_every_form(text_model):
         ("text", "without a tokenizer: got a string, wanted token ids"),
         ([{"role": "user", "content": "x"}], "without a tokenizer: got chat messages"),
         ({"role": "user", "content": "x"}, "one chat message: got a dict, wanted a list"),
+        ({"input_ids": [[1]]}, "type of prompts: got dict, wanted integers"),
     ],
 )
 def test_bad_prompts_are_refused_with_the_values(prompts, message):

@@ -238,6 +238,32 @@ def test_C117_refusals_name_both_values(call, got: str, wanted: str) -> None:
     assert caught.value.where
 
 
+def test_a_dtype_is_told_with_what_it_is_taken_from() -> None:
+    x = np.zeros((3, 8))  # f64, NumPy's default
+    with pytest.raises(InvalidArgument, match=r"weights.down: got float32, wanted float64, as x has$"):
+        grouped_moe(x, LOGITS, WEIGHTS, CONFIG)
+    with pytest.raises(InvalidArgument, match=r"weights.down: got bfloat16, wanted float32, as up has$"):
+        pack_experts(*(jnp.zeros((4, 6, 8)),) * 2, jnp.zeros((4, 8, 6), HALF), config=CONFIG)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_weights_of_the_other_layout_are_told_the_right_one(gated: bool) -> None:
+    config = CONFIG if gated else MoEConfig(router=CONFIG.router, activation=RELU2)
+    rows, named = (12, "2·intermediate") if gated else (6, "intermediate")
+    gate_up, down = jnp.zeros((4, 8, rows)), jnp.zeros((4, 8, 6))
+    with pytest.raises(InvalidArgument) as caught:
+        grouped_moe(X, R, ExpertWeights(gate_up=gate_up, down=down), config)
+    assert caught.value.problem == "shape of weights.gate_up"
+    assert caught.value.wanted == f"[4, {rows}, 8] ([experts, {named}, hidden])"
+    with pytest.raises(InvalidArgument) as caught:
+        grouped_moe(X, R, ExpertWeights(gate_up=gate_up, down=jnp.zeros((4, 6, 8))), config)
+    assert caught.value.got == ([4, 6, 8] if gated else [3, 8])
+    if gated:  # without gate both fit each other, so it may be x
+        assert caught.value.problem == "shape of weights.down"
+        wanted = "[E, 8, I] ([experts, hidden, intermediate]) for rows of 8, and gate_up "
+        assert caught.value.wanted == f"{wanted}[E, 2I, 8] ([experts, 2·intermediate, hidden])"
+
+
 def test_configs_of_other_types_are_refused_where_they_are_given() -> None:
     router = RouterConfig(experts=4, top_k=2)
     for wrong, refused in (

@@ -148,6 +148,11 @@ def test_a_file_is_named_as_one(hub):
     assert hub.calls == []
 
 
+def test_a_folder_without_a_config_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no checkpoint: got a folder without config\.json, wanted a Hugging"):
+        moe_jax.load(tmp_path)
+
+
 def test_a_path_through_a_folder_that_is_here_is_not_a_repository(hub):
     Path("models").mkdir()
     with pytest.raises(

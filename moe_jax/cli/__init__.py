@@ -51,12 +51,15 @@ def decode(
         str | None, typer.Option(metavar="PATH", help="Checkpoint folder or hub id; the shipped model if left out.")
     ] = None,
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="Text to continue.")] = DEFAULT_PROMPT,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest continuation, in tokens.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.0,
+    max_new_tokens: Annotated[str, typer.Option(metavar="INTEGER", help="Longest continuation, in tokens.")] = "200",
+    temperature: Annotated[str, typer.Option(metavar="FLOAT", help="0 takes the likeliest token each time.")] = "0.0",
     top_p: Annotated[
-        float, typer.Option(help="With a temperature: sample from the likeliest tokens of this total probability.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+        str,
+        typer.Option(
+            metavar="FLOAT", help="With a temperature: sample from the likeliest tokens of this total probability."
+        ),
+    ] = "1.0",
+    seed: Annotated[str, typer.Option(metavar="INTEGER", help="Seed of the sampling.")] = "0",
     device: Annotated[DeviceName, typer.Option(help="Where to run.")] = DeviceName.auto,
     graphs: Annotated[
         GraphsName | None,
@@ -70,16 +73,10 @@ def decode(
     """Continue a text, printing it as it is decoded."""
     from moe_jax.cli import decoding
 
-    decoding.run(
-        model,
-        prompt,
-        {
-            **{"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed},
-            "graphs": None if graphs is None else graphs.value,
-        },
-        device=device,
-        as_json=json,
-    )
+    # Texts until here: Typer refuses what is no number in words of its own.
+    options = decoding.numbers(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    options["graphs"] = None if graphs is None else graphs.value
+    decoding.run(model, prompt, options, device=device, as_json=json)
 
 
 @app.command()
@@ -87,12 +84,16 @@ def info(
     path: Annotated[
         str | None, typer.Argument(help="Checkpoint folder or hub id; the shipped model if left out.")
     ] = None,
+    model: Annotated[str | None, typer.Option(metavar="PATH", help="The same, as decode takes it.")] = None,
     json: Json = False,
 ) -> None:
     """Say what a checkpoint is and how many of its experts would fit into memory."""
     from moe_jax.cli import description
 
-    description.run(path, as_json=json)
+    if path is not None and model is not None:
+        got = f"{path!r} and --model {model!r}"
+        raise InvalidArgument("two checkpoints", where="moe-jax info", got=got, wanted="one of the two")
+    description.run(model if path is None else path, as_json=json)
 
 
 @app.command()

@@ -18,6 +18,7 @@ from moe_jax import serving
 from moe_jax.cli import device as devices
 from moe_jax.cli import output
 from moe_jax.errors import InvalidArgument
+from moe_jax.pallas_kernels.checks import check_integer
 from moe_jax.sampling import sampling
 
 
@@ -79,6 +80,23 @@ class Run:
     graphs: Steps = field(default_factory=Steps)
 
 
+def numbers(**texts: str) -> dict[str, Any]:
+    """Options by name as numbers: of ``temperature`` and ``top_p`` any, of the others whole ones.
+
+    Raises:
+        InvalidArgument: a text that is none.
+    """
+    found: dict[str, Any] = {}
+    for name, text in texts.items():
+        kind, wanted = (float, "a number") if name in ("temperature", "top_p") else (int, "an integer")
+        try:
+            found[name] = kind(text)
+        except ValueError as error:
+            option = f"--{name.replace('_', '-')}"
+            raise InvalidArgument(option, where="moe-jax decode", got=repr(text), wanted=wanted) from error
+    return found
+
+
 def run(
     path: str | None, prompt: str, options: Mapping[str, Any], *, device: devices.DeviceName, as_json: bool
 ) -> None:
@@ -88,6 +106,7 @@ def run(
         InvalidArgument: an option's value, before anything is loaded; or one that the model cannot take.
     """
     console = output.log_console(plain=as_json)
+    check_integer("moe-jax decode", "--max-new-tokens", options["max_new_tokens"], 1)
     sampling(options["temperature"], options["top_p"], options["seed"])
     chosen = devices.choose(device)
     _check_graphs(options["graphs"], chosen)

@@ -12,14 +12,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from moe_jax.cache import (
-    Graphs,
-    Registry,
-    Runtime,
-    SimulatedRuntime,
-    StickyError,
-    row_buckets,
-)
+from moe_jax.cache import Graphs, Registry, Runtime, SimulatedRuntime, StickyError, row_buckets
 from moe_jax.cache.decision import Mode
 from moe_jax.cache.graphs import MODES
 from moe_jax.errors import CannotServe, InvalidArgument
@@ -29,7 +22,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.pallas_kernels.advance.specs import RUNNING
 from moe_jax.pallas_kernels.checks import check_integer, check_switch
 from moe_jax.pallas_kernels.linear.heuristics import MAX_ROWS
-from moe_jax.sampling import Sampling, sampling
+from moe_jax.sampling import Sampling
 
 from .building import load_kernels
 from .calls import Calls
@@ -37,7 +30,17 @@ from .ending import Owned, close_dropped
 from .generating import columns
 from .host import compiled_reference
 from .memory import WEIGHTS, Memory, Weights, place_all
-from .options import PAGE_SIZE, check_bounds, check_packages, check_page_size, cuda_runtime, token_limit
+from .options import (
+    PAGE_SIZE,
+    asked,
+    check_bounds,
+    check_packages,
+    check_page_size,
+    cuda_runtime,
+    given_weights,
+    simulated_runtime,
+    token_limit,
+)
 from .prompts import LONG, Prompts
 from .rows import row_block
 from .sequences import Generation, Places, Sequence
@@ -100,7 +103,7 @@ class Engine:
 
         Raises:
             InvalidArgument: an option out of range, a model that no kernel takes, or an array that cannot be held.
-            CannotServe: no CUDA device, and not ``"simulate"``.
+            CannotServe: no CUDA device, and not ``"simulate"``; or more pages than a simulated device can hold.
         """
         where = "Engine"
         if not isinstance(model, Model):
@@ -140,7 +143,8 @@ class Engine:
         check_bounds(where, graphs, self._steps.decode, max_entries, max_bytes)
         close_dropped()
         # Room for the weights to move, and for what tests allocate beside it.
-        self.runtime: Runtime = runtime or SimulatedRuntime(2 * bytes_needed(self._steps) + (64 << 20))
+        room = 2 * bytes_needed(self._steps) + (64 << 20)
+        self.runtime: Runtime = runtime or simulated_runtime(where, room, self._geometry.pages)
         self.registry = Registry()
         self.registry.accept(self._steps.manifest)
         self._calls = Calls(self._steps, self.registry)
@@ -248,10 +252,10 @@ class Engine:
             InvalidArgument: a prompt or option that can never be served.
             CannotServe: no place or not enough pages at present.
         """
-        rows = self._model.token_rows(prompts)
-        parameters = sampling(temperature, top_p, seed)
-        top_k = check_integer("Engine.prefill", "top_k", top_k, 0, (1 << 31) - 1)
-        return self._admit("Engine.prefill", rows, range(len(rows)), max_new_tokens, parameters, top_k=top_k)
+        where = "Engine.prefill"
+        rows, parameters = asked(where, self._model, prompts, temperature, top_p, seed)
+        top_k = check_integer(where, "top_k", top_k, 0, (1 << 31) - 1)
+        return self._admit(where, rows, range(len(rows)), max_new_tokens, parameters, top_k=top_k)
 
     def step(self) -> dict[int, int]:
         """One token for every live sequence; sequences that end with theirs are not live any more.
@@ -301,8 +305,8 @@ class Engine:
         where = "Engine.generate"
         logprobs, stream = (check_switch(where, *each) for each in (("logprobs", logprobs), ("stream", stream)))
         model = self._model
-        rows, parameters = model.token_rows(prompts), sampling(temperature, top_p, seed)
-        ends = parse_stop(stop, model.config.eos_token_ids, model.config.vocab_size, model.tokenizer)
+        rows, parameters = asked(where, model, prompts, temperature, top_p, seed)
+        ends = parse_stop(stop, model.config.eos_token_ids, model.config.vocab_size, model.tokenizer, where)
         for row in rows:
             token_limit(where, self._geometry, len(row), max_new_tokens)
         shown = {"pad": model.pad_token_id, "tokenizer": model.tokenizer, "logprobs": logprobs}
@@ -338,9 +342,7 @@ class Engine:
             CudaError: owned weights may have been written in part, so call it again.
         """
         where = "Engine.update_weights"
-        given = self._model if weights is None else weights
-        if isinstance(given, Model):
-            given = given.module
+        given = given_weights(where, self._model if weights is None else weights)
         arrays: Mapping[str, Any] = given if isinstance(given, Mapping) else module_weights(where, given)
         check_update(where, arrays, self._geometry.weights, whole=not isinstance(given, Mapping))
         if isinstance(given, Decoder):

@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from flax import nnx
 
-from moe_jax.cache import LaunchList, Runtime
+from moe_jax.cache import LaunchList, Runtime, SimulatedRuntime
 from moe_jax.cache.decision import Mode
 from moe_jax.cache.store import estimated_bytes
 from moe_jax.errors import CannotServe, InvalidArgument
+from moe_jax.model import Model
 from moe_jax.pallas_kernels.checks import check_integer, shown
+from moe_jax.sampling import Sampling, sampling
 
 from .step import Geometry
 
@@ -70,6 +73,33 @@ def token_limit(where: str, geometry: Geometry, prompt: int, max_new_tokens: int
     return total
 
 
+def asked(
+    where: str, model: Model, prompts: Any, temperature: float, top_p: float, seed: int
+) -> tuple[list[list[int]], Sampling]:
+    """Prompts as token ids, and the sampling, checked as `Model.generate` checks its own.
+
+    Raises:
+        InvalidArgument: of ``where``, not of ``generate``.
+    """
+    try:
+        return model.token_rows(prompts), sampling(temperature, top_p, seed)
+    except InvalidArgument as error:
+        place = where + error.where.removeprefix("generate") if error.where.startswith("generate") else error.where
+        raise InvalidArgument(error.problem, where=place, got=error.got, wanted=error.wanted) from error
+
+
+def given_weights(where: str, given: Any) -> nnx.Module | Mapping[str, Any]:
+    """What `Engine.update_weights` was given; of a model its module.
+
+    Raises:
+        InvalidArgument: anything else.
+    """
+    if not isinstance(given, (Model, nnx.Module, Mapping)):
+        wanted = "a moe_jax.Model, its module, a dict of arrays by name, or None for the engine's own model"
+        raise InvalidArgument("weights", where=where, got=type(given).__name__, wanted=wanted)
+    return given.module if isinstance(given, Model) else given
+
+
 def check_packages(where: str) -> None:
     """Kernels are Triton's functions, also where their references run in their place.
 
@@ -79,6 +109,19 @@ def check_packages(where: str) -> None:
     if importlib.util.find_spec("triton") is None:
         wanted = "jax-triton (`pip install jax-triton`), which needs no GPU; the extras cuda12 and cuda13 have it"
         raise CannotServe("packages", where=where, got="no triton", wanted=wanted)
+
+
+def simulated_runtime(where: str, capacity: int, pages: int) -> SimulatedRuntime:
+    """A simulated device of so many bytes, most of them for so many pages.
+
+    Raises:
+        CannotServe: the host has not so many.
+    """
+    try:
+        return SimulatedRuntime(capacity)
+    except (MemoryError, ValueError) as error:  # the second: more than NumPy can count
+        got = f"{capacity:,} bytes for a pool of {pages:,} pages"
+        raise CannotServe("memory", where=where, got=got, wanted="fewer pages, or a host with more memory") from error
 
 
 def cuda_runtime(where: str, graphs: str, device: jax.Device | None = None) -> Runtime:

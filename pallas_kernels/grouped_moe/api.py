@@ -95,7 +95,7 @@ def _check(x, routing, weights, config, selection_bias) -> None:
     where = "grouped_moe"
     check_kind(where, "config", config, MoEConfig)
     check_dtype(where, "x", x, FLOATS)
-    check_weights(where, weights, config, x.dtype)
+    check_weights(where, weights, config, x.dtype, like="x", hidden=x.shape[1] if x.ndim == 2 else None)
     hidden = weights.down.shape[1]
     check_shape(where, "x", x, ("T", hidden))
     sharding_refusal(where, {"x": x, "routing": routing, "weights": weights})

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..checks import FLOATS, check_dtype, check_kind, check_shape
+from ..checks import FLOATS, check_array, check_dtype, check_kind, check_shape
 from ..errors import InvalidArgument
 from ..route.config import RouterConfig
 from .activation import Activation
@@ -75,16 +75,40 @@ class ExpertWeights:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
 
-def check_weights(where: str, weights: ExpertWeights, config: MoEConfig, dtype: Any) -> None:
+def check_weights(
+    where: str, weights: ExpertWeights, config: MoEConfig, dtype: Any, *, like: str, hidden: int | None = None
+) -> None:
     """Refuse weights that do not fit the activation or each other; how many experts they hold is the caller's to check.
+
+    Args:
+        dtype: of all of them.
+        like: the name of the argument that the dtype is taken from, for the error.
+        hidden: of the rows that the weights are for. Weights of another size that fit each other are the caller's to
+            refuse: then the rows are as likely to be wrong.
 
     Raises:
         InvalidArgument: naming the array, its shape or dtype, and the one wanted.
     """
     check_kind(where, "weights", weights, ExpertWeights)
     act = config.activation
+    rows = "2·intermediate" if act.gated else "intermediate"
+    layouts = {
+        "weights.down": " ([experts, hidden, intermediate])",
+        "weights.gate_up": f" ([experts, {rows}, hidden])",
+    }
     check_shape(where, "weights.down", weights.down, ("E", "H", "I"))
-    experts, hidden, inner = weights.down.shape
+    experts, found, inner = weights.down.shape
+    if hidden is not None and found != hidden:
+        check_array(where, "weights.gate_up", weights.gate_up)
+        if tuple(weights.gate_up.shape) != (experts, act.rows(inner), found):
+            raise InvalidArgument(
+                "shape of weights.down",
+                where=where,
+                got=list(weights.down.shape),
+                wanted=f"[E, {hidden}, I]{layouts['weights.down']} for rows of {hidden}, and gate_up "
+                f"[E, {'2I' if act.gated else 'I'}, {hidden}]{layouts['weights.gate_up']}",
+            )
+    hidden = found
     wanted: dict[str, tuple[Any, tuple[int, ...]]] = {
         "weights.down": (weights.down, (experts, hidden, inner)),
         "weights.gate_up": (weights.gate_up, (experts, act.rows(inner), hidden)),
@@ -101,8 +125,13 @@ def check_weights(where: str, weights: ExpertWeights, config: MoEConfig, dtype: 
     optional = ("weights.gate_up_bias", "weights.down_bias", "weights.shared.gate")
     for name, (array, shape) in wanted.items():
         if array is not None or name not in optional:
-            check_shape(where, name, array, shape)
-            check_dtype(where, name, array, (dtype,))
+            check_array(where, name, array)
+            if tuple(array.shape) != shape:
+                wants = f"{list(shape)}{layouts.get(name, '')}"
+                raise InvalidArgument(f"shape of {name}", where=where, got=list(array.shape), wanted=wants)
+            if array.dtype != dtype:
+                wants = f"{jnp.dtype(dtype).name}, as {like} has"
+                raise InvalidArgument(f"dtype of {name}", where=where, got=array.dtype.name, wanted=wants)
 
 
 def pack_experts(
@@ -146,5 +175,5 @@ def pack_experts(
         gate_up = jnp.stack([gate, up], axis=axis).reshape(experts, 2 * inner, hidden)
     check_shape(where, "down", down, (experts, hidden, inner))
     weights = ExpertWeights(gate_up=gate_up, down=jnp.asarray(down))
-    check_weights(where, weights, config, up.dtype)
+    check_weights(where, weights, config, up.dtype, like="up")
     return weights

@@ -88,11 +88,13 @@ def test_models():
         ([[1]], {"temperature": -1.0}, "temperature: got -1.0"),
         ([[1]], {"top_k": -1}, "top_k: got -1"),
         ("text", {}, "tokenizer"),
+        (None, {}, r"^Engine.prefill\(prompts\): type of prompts: got NoneType"),
     ],
 )
 def test_prompts(engine, prompts, options, message):
-    with pytest.raises(InvalidArgument, match=message):
+    with pytest.raises(InvalidArgument, match=message) as caught:
         engine.prefill(prompts, **options)
+    assert caught.value.where.startswith("Engine.prefill")
     assert engine.stats()["sequences"] == engine.stats()["steps"] == 0
 
 
@@ -101,6 +103,16 @@ def test_prompts(engine, prompts, options, message):
 def test_switches_of_generate(engine, name, value):
     with pytest.raises(InvalidArgument, match=f"^Engine.generate: {name}: got .*, wanted True or False"):
         engine.generate([[1]], **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "place"),
+    [(None, {}, "(prompts)"), ([[1]], {"temperature": "hot"}, ""), ([[1]], {"stop": 1.5}, "(stop=…)")],
+)
+def test_refusals_of_generate_name_it(engine, prompts, options, place):
+    with pytest.raises(InvalidArgument) as caught:
+        engine.generate(prompts, **options)
+    assert caught.value.where == f"Engine.generate{place}"
 
 
 @pytest.mark.parametrize(
@@ -121,6 +133,16 @@ def test_no_more_than_there_are_places(engine):
     with pytest.raises(CannotServe, match="sequences and pages: got 5 and 40, wanted at most 4 and 32"):
         engine.prefill(PROMPTS)
     assert engine.stats()["free_pages"] == 32
+
+
+@pytest.mark.parametrize("pages", [10**9, 1 << 31])
+def test_a_pool_that_the_host_cannot_hold(pages, monkeypatch):
+    def refuse(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(SimulatedRuntime, "__init__", refuse)  # what a host grants is not the same everywhere
+    with pytest.raises(CannotServe, match=rf"Engine: memory: got [\d,]+ bytes for a pool of {pages:,} pages, wanted"):
+        Engine(tiny_model(MAIN), **{**OPTIONS, "pages": pages}, graphs="simulate")
 
 
 def test_a_sequence_that_no_pool_holds():
@@ -160,6 +182,7 @@ def test_weights(engine):
         ({"0.qkv": jnp.asarray(before, jnp.bfloat16)}, r"got bfloat16\[96, 32\]"),
         ({"embed": np.zeros((258, 32), np.float32), "norm": np.zeros(3, np.float32)}, "array norm"),
         (tiny_model("qwen3_moe"), "names: got "),
+        ("x", "weights: got str, wanted a moe_jax.Model, its module, a dict of arrays by name, or None"),
     ]:
         with pytest.raises(InvalidArgument, match=message):
             engine.update_weights(given)
