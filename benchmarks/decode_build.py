@@ -12,6 +12,8 @@ import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 
+from refusals import check_capability, told
+
 from moe_jax.bench.cases import parse_rows
 from moe_jax.bench.decode import positions
 from moe_jax.bench.decode_model import config_of
@@ -75,15 +77,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", default="qwen3-30b-a3b")
-    parser.add_argument("--rows", type=parse_rows, default=(1, 16, 64))
+    parser.add_argument("--rows", default="1,16,64")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--device", default="NVIDIA H200", help="kind whose tuned tiles are built")
     parser.add_argument("--capability", type=int, default=90)
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
-    options = args.folder, args.shape, args.rows, args.context, args.device, args.capability
+    check_capability(args.capability)
+    options = args.folder, args.shape, parse_rows(args.rows), args.context, args.device, args.capability
     _prepare(*options)
+    args.folder.mkdir(parents=True, exist_ok=True)
     assert _jobs is not None
     count = len(_jobs[0])
     with multiprocessing.get_context("spawn").Pool(args.jobs, _prepare, options) as pool:
@@ -92,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    told(main)

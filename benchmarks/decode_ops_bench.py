@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -27,10 +27,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from decode_ops_cases import OPERATIONS, ROWS, Arrays, Case, cases
+from refusals import some_of, told
 
 from moe_jax.bench.launches import kernel_of
-from moe_jax.bench.timing import Clock, CudaTimer
-from moe_jax.pallas_kernels.launcher import LoadedKernel, capture, load_kernel, median_and_spread, replay_times
+from moe_jax.bench.timing import Clock, CudaTimer, median_and_spread
+from moe_jax.cli.measuring import check_folder, measured_device
+from moe_jax.pallas_kernels.device import capability_of_device
+
+if TYPE_CHECKING:
+    from moe_jax.pallas_kernels.launcher import LoadedKernel
 
 # What rounding to bf16 explains of a result's norm, and the share of rows that near ties may decide otherwise.
 FLOAT_BOUND, INTEGER_BOUND = 1e-2, 0.1
@@ -41,6 +46,8 @@ class Chain:
     """The launches of a case, with buffers of their own for what is no input of the first that has it."""
 
     def __init__(self, case: Case, steps: list[Arrays], timer: CudaTimer):
+        from moe_jax.pallas_kernels.launcher import load_kernel  # needs CUDA, which `main` looks for
+
         self.case, self.steps, self.stream = case, steps, timer.stream
         self.kernels: list[LoadedKernel] = [
             load_kernel(spec, kernel_of(spec, timer.folder, timer.capability)) for spec in case.specs
@@ -104,6 +111,8 @@ class Chain:
 
     def time(self, floor: float) -> tuple[float, float]:
         """Median and spread of microseconds of a step."""
+        from moe_jax.pallas_kernels.launcher import capture, replay_times
+
         graph = capture(self.stream, lambda builder: self.record(builder, self.steps))
         replays = max(4, min(REPLAYS, int(CHAIN_US / max(floor * len(self.steps), 1.0))))
         try:
@@ -153,13 +162,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--cubins", type=Path)
     parser.add_argument("--seconds", type=float, default=220)
-    parser.add_argument("--operations", type=lambda text: text.split(","), default=list(OPERATIONS))
+    parser.add_argument("--operations", default=",".join(OPERATIONS))
     parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[*ROWS, 256])
     parser.add_argument("--shipped", action="store_true", help="no other variants")
     args = parser.parse_args()
-    clock, device = Clock(args.seconds), jax.devices()[0]
-    major, minor = (int(n) for n in device.compute_capability.split("."))
-    timer = CudaTimer(device, args.cubins, 10 * major + minor)
+    args.operations = some_of("--operations", args.operations, OPERATIONS)
+    check_folder("--json", args.json)
+    clock = Clock(args.seconds)
+    device, _ = measured_device("decode_ops_bench", simulated=False)
+    timer = CudaTimer(device, args.cubins, capability_of_device(device))
     versions = {name: importlib.metadata.version(name) for name in ("jax", "triton")}
     report: dict[str, Any] = {
         "device": device.device_kind,
@@ -177,4 +188,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    told(main)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from refusals import check_capability, told
 
 from moe_jax.errors import MoeJaxError
 from moe_jax.pallas_kernels import attention, compiled, linear
@@ -249,13 +250,18 @@ def build(job: tuple[Path, int, int]) -> str:
         return f"{number} {spec.name} {spec.grid}: {compiled.resources(kernel)} shared={kernel.shared}"
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--capability", type=int, default=90)
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
+    check_capability(args.capability)
     jobs = [(args.folder, number, args.capability) for number in range(len(specs()))]
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
         for line in pool.imap_unordered(build, jobs):
             print(line, flush=True)
+
+
+if __name__ == "__main__":
+    told(main)

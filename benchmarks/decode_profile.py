@@ -22,13 +22,13 @@ from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-import jax
 import numpy as np
+from refusals import told
 
 from moe_jax.bench import decode_engine
 from moe_jax.bench.cases import parse_rows
 from moe_jax.bench.decode_model import config_of, cut, random_model
-from moe_jax.cache.cuda_runtime import CudaRuntime
+from moe_jax.cli.measuring import check_folder, measured_device, runtime_of
 from moe_jax.engine import Engine
 
 REPLAYS, REPEATS = 40, 5
@@ -87,16 +87,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--rows", type=parse_rows, default=(1, 16))
+    parser.add_argument("--rows", default="1,16")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--cubins", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    device, rng = jax.devices("gpu")[0], np.random.default_rng()
-    config = cut(config_of(args.shape), args.layers)
-    model, runtime = random_model(config, int(rng.integers(1 << 31)), device), CudaRuntime(device, cubins=args.cubins)
+    counts, config = parse_rows(args.rows), cut(config_of(args.shape), args.layers)
+    check_folder("--json", args.json)
+    device, _ = measured_device("decode_profile", simulated=False)
+    runtime, rng = runtime_of(device, args.cubins, simulated=False), np.random.default_rng()
+    model = random_model(config, int(rng.integers(1 << 31)), device)
     tokens, report = args.context + decode_engine.positions(60), {}
-    for rows in args.rows:
+    for rows in counts:
         with Engine(model, max_sequences=rows, max_tokens=tokens, long_prompts=None, runtime=runtime) as engine:
             engine.prefill(rng.integers(0, config.vocab_size, (rows, args.context)).tolist())
             for _ in range(3):
@@ -110,4 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    told(main)

@@ -13,7 +13,7 @@ as many more steps with clocks around these calls. A refusal may exceed the dire
 cache that is empty at first: seconds from the start of the process to the first byte of text, and to its end.
 
 `--cubins FOLDER` is what `decode_build.py FOLDER --rows 1` makes, with the same shape and context; the processes of the
-first token compile anyway. `--graphs simulate` needs no GPU, and its times say nothing.
+first token compile anyway. `--graphs simulate` needs no GPU, has `tiny` as its shape, and its times say nothing.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from jaxtyping import Array
 from moe_jax.bench import decode, decode_engine
 from moe_jax.bench.decode_cell import check_time
 from moe_jax.bench.decode_model import config_of, cut, random_model
-from moe_jax.bench.timing import Clock
+from moe_jax.bench.timing import Clock, median_and_spread
 from moe_jax.cache import Runtime
 from moe_jax.cli.measuring import check_folder, measured_device, runtime_of, write
 from moe_jax.engine import Engine
 from moe_jax.engine.step import NAMESPACE
 from moe_jax.engine.weights import module_weights
 from moe_jax.errors import CannotServe
-from moe_jax.pallas_kernels.launcher import median_and_spread
+from moe_jax.models.config import ModelConfig
 
 WHERE = "engine_costs"
 REPEATS = 30  # of a case, and as many with clocks inside; a sequence has room for 35
@@ -178,10 +178,11 @@ def measure(case: Case, engine: Engine, direct: Engine, prompt: Sequence[int], c
     return figures
 
 
-def refused(args: argparse.Namespace, device: jax.Device, clock: Clock, report: dict[str, Any]) -> None:
+def refused(
+    args: argparse.Namespace, config: ModelConfig, device: jax.Device, clock: Clock, report: dict[str, Any]
+) -> None:
     """Fill ``replayed`` and ``refused`` of the report, which is written after each case; errors as those of `pairs`."""
     runtime = runtime_of(device, args.cubins, simulated=args.graphs == "simulate")
-    config = config_of(args.shape)
     config = cut(config, min(args.layers or config.layers, config.layers))
     rng = np.random.default_rng()
     model = random_model(config, int(rng.integers(1 << 31)), device)
@@ -267,7 +268,7 @@ def show(report: dict[str, Any]) -> None:
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("refused", "first-token", "both"), default="both")
-    parser.add_argument("--shape", default="qwen3-30b-a3b")
+    parser.add_argument("--shape", help="qwen3-30b-a3b if left out, tiny with --graphs simulate")
     parser.add_argument("--layers", type=int, help="the first ones only")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--cubins", type=Path)
@@ -275,6 +276,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--time-limit", type=float, default=540.0)
     args = parser.parse_args(words)
+    args.shape = args.shape or ("tiny" if args.graphs == "simulate" else "qwen3-30b-a3b")
+    config = config_of(args.shape)
     check_folder("--json", args.json)
     clock = Clock(args.time_limit)
     report: dict[str, Any] = {"stopped": None}
@@ -285,7 +288,7 @@ def main(words: Sequence[str] | None = None) -> None:
         device, head = measured_device(WHERE, simulated=args.graphs == "simulate")
         report |= head
         if args.part != "first-token":
-            refused(args, device, clock, report)
+            refused(args, config, device, clock, report)
     except CannotServe as error:
         report["stopped"] = str(error)
     write(args.json, report)
@@ -294,4 +297,6 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from refusals import told  # beside this file, which is its place only when it runs as a script
+
+    told(main)

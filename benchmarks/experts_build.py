@@ -9,16 +9,21 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from experts_cases import Planned, default_shapes, searched, shipped
+from refusals import check_capability, told
 
 from moe_jax.bench.cases import default_rows, parse_rows, parse_shape
 from moe_jax.bench.read import read_specs
 from moe_jax.pallas_kernels import compiled
 from moe_jax.pallas_kernels.experts import MAX_ROWS
+
+FAILED = "FAILED: "  # in a line of `build`, before the reason
 
 
 def build(folder: Path, planned: Iterable[Planned], capability: int, jobs: int) -> Iterator[str]:
@@ -39,7 +44,7 @@ def _build(job: tuple[Path, Planned | None, int]) -> str:
             try:
                 kernel = compiled.compile_spec(spec, capability)
             except Exception as error:  # a tile that the compiler cannot take is no reason to stop
-                lines.append(f"{spec.name} FAILED: {type(error).__name__}: {str(error)[:120]}")
+                lines.append(f"{spec.name} {FAILED}{type(error).__name__}: {str(error)[:120]}")
                 continue
             compiled.save(folder, [kernel])
             lines.append(f"{spec.name} {compiled.resources(kernel)} shared={kernel.shared}")
@@ -56,16 +61,21 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="also every tile that tuning may time")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
+    check_capability(args.capability)
     shapes = [parse_shape(text) for text in args.shape] or default_shapes()
     planned = []
     for shape in shapes:
         for tokens in parse_rows(args.rows) if args.rows else default_rows(shape):
             planned += shipped(shape, tokens, args.device, args.capability)
             planned += searched(shape, tokens) if args.tune and tokens <= MAX_ROWS else []
-    print(_build((args.folder, None, args.capability)), flush=True)
-    for line in build(args.folder, planned, args.capability, args.jobs):
+    failures = 0
+    reading = _build((args.folder, None, args.capability))
+    for line in itertools.chain((reading,), build(args.folder, planned, args.capability, args.jobs)):
         print(line, flush=True)
+        failures += line.count(FAILED)
+    if failures:
+        sys.exit(f"error: {failures} kernels failed to compile")
 
 
 if __name__ == "__main__":
-    main()
+    told(main)

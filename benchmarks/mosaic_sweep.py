@@ -22,7 +22,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from refusals import some_of, told
 
+from moe_jax.cli.measuring import measured_device
 from moe_jax.pallas_kernels.grouped_moe import Activation, ExpertWeights, MoEConfig
 from moe_jax.pallas_kernels.grouped_moe.activation import activate
 from moe_jax.pallas_kernels.prefill.mosaic import ffn
@@ -200,12 +202,13 @@ def main() -> None:
     parser.add_argument("--json", default="mosaic_sweep.json")
     options = parser.parse_args()
     begin = time.monotonic()
-    tiles, shapes = options.tiles.split(","), options.shapes.split(",")
+    tiles, shapes = some_of("--tiles", options.tiles, TILES), some_of("--shapes", options.shapes, SHAPES)
     if options.dry:
         dry(tiles, shapes)
         return
+    device, _ = measured_device("mosaic_sweep", simulated=False)
     cells: list[dict] = []
-    results = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "cells": cells}
+    results = {"device": device.device_kind, "jax": jax.__version__, "cells": cells}
     a, b = (normal(jax.random.key(i), (8, 1024, 8192), 1.0).reshape(8192, 8192) for i in (1, 2))
     seconds, _ = median_time(jax.jit(jnp.dot), a, b)
     results["ceiling_tflops"] = round(2 * 8192**3 / seconds / 1e12, 1)
@@ -239,4 +242,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    told(main)

@@ -24,8 +24,11 @@ from typing import Any, NamedTuple
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from prefill_cases import CELLS, build, joined, matmul_specs, shared_specs, short, tiles_of
+from refusals import some_of, told
 
 from moe_jax.bench.cases import flops, mean_floor_us
+from moe_jax.bench.timing import Clock, CudaTimer, median_and_spread
+from moe_jax.cli.measuring import check_folder, measured_device
 
 GATE_UP, DOWN, SHARED = 0, 1, 2
 CHECKED_STEPS = 2
@@ -112,7 +115,7 @@ class Chain:
 
     def time(self, kernels: list) -> tuple[float, float]:
         """Median and spread of microseconds a layer."""
-        from moe_jax.pallas_kernels.launcher import capture, median_and_spread, replay_times
+        from moe_jax.pallas_kernels.launcher import capture, replay_times
 
         graph = capture(self.setup.stream, lambda builder: self.record(builder, kernels))
         times = [t / len(self.steps) for t in replay_times(graph, self.setup.stream, self.setup.replays, warmup=2)]
@@ -255,18 +258,17 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--replays", type=int, default=9)
     args = parser.parse_args()
-    names = args.cells.split(",")
+    names = some_of("--cells", args.cells, CELLS)
+    check_folder("--json", args.json)
+    device, _ = measured_device("prefill_sweep", simulated=False)
     processes = concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn"))
     kernels = start_compiling(names, processes)
 
-    import jax
     import numpy as np
 
     from moe_jax.bench.layer import Layer
-    from moe_jax.bench.timing import Clock, CudaTimer
 
     clock = Clock(args.seconds)
-    device = jax.devices("gpu")[0]
     timer = CudaTimer(device, None, 90)
     setup, rng = Setup(timer.stream, kernels, clock, args.replays), np.random.default_rng(int(time.time()))
     report: dict = {"device": device.device_kind, "date": time.strftime("%F"), "cells": {}}
@@ -293,4 +295,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    told(main)

@@ -21,6 +21,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from refusals import told
 
 from moe_jax.bench import launches
 from moe_jax.bench.cases import Shape, parse_shape
@@ -29,7 +30,6 @@ from moe_jax.bench.run import steps_for
 from moe_jax.bench.timing import CudaTimer
 from moe_jax.cli.measuring import check_folder, measured_device, write
 from moe_jax.pallas_kernels.device import capability_of_device
-from moe_jax.pallas_kernels.launcher import capture, replay_times
 
 WHERE = "settling"
 REPLAYS = 25
@@ -74,6 +74,8 @@ def measure(shape: Shape, rows: int, folder: Path | None) -> dict[str, object]:
         CannotServe: there is no GPU.
     """
     device, report = measured_device(WHERE, simulated=False)
+    from moe_jax.pallas_kernels.launcher import capture, replay_times  # needs what was looked for just now
+
     capability = capability_of_device(device)
     timer = CudaTimer(device, folder, capability)
     seed = secrets.randbelow(2**31)
@@ -106,14 +108,14 @@ def measure(shape: Shape, rows: int, folder: Path | None) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="qwen3-30b-a3b", type=parse_shape)
+    parser.add_argument("--shape", default="qwen3-30b-a3b")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--cubins", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     check_folder("--json", args.json)
-    write(args.json, measure(args.shape, args.rows, args.cubins))
+    write(args.json, measure(parse_shape(args.shape), args.rows, args.cubins))
 
 
 if __name__ == "__main__":
-    main()
+    told(main)

@@ -172,7 +172,9 @@ class Compared:
 def build(variants: Sequence[Variant], args: argparse.Namespace) -> None:
     """Compile the kernels of all engines and variants into the folder."""
     from decode_build import geometry
+    from refusals import check_capability
 
+    check_capability(args.capability)
     config = cut(config_of(args.shape), args.layers)
     specs: dict[str, Any] = {}
     for rows in args.rows:
@@ -198,11 +200,10 @@ def measure(names: Sequence[str], variants: Sequence[Variant], args: argparse.Na
     Raises:
         CannotServe: there is no GPU.
     """
-    simulated = args.graphs == "simulate"
+    config, simulated = cut(config_of(args.shape), args.layers), args.graphs == "simulate"
     device, report = measured_device(WHERE, simulated=simulated)
     runtime = runtime_of(device, args.cubins, simulated=simulated)
     rng = np.random.default_rng()
-    config = cut(config_of(args.shape), args.layers)
     model = random_model(config, int(rng.integers(1 << 31)), device)
     report |= {"shape": args.shape, "layers": config.layers, "context": args.context, "compiler": runtime.compiler}
     report["rows"] = {}
@@ -237,7 +238,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("variants", nargs="*", metavar="VARIANT")
     parser.add_argument("--shape", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--rows", type=parse_rows, default=(1,))
+    parser.add_argument("--rows", default="1")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--cubins", type=Path)
     parser.add_argument("--build", action="store_true", help="compile into the folder, measure nothing")
@@ -246,6 +247,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--graphs", choices=("on", "simulate"), default="on")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(words)
+    args.rows = parse_rows(args.rows)
     try:
         variants = [{}, *map(parse_variant, args.variants)]
     except argparse.ArgumentTypeError as error:
@@ -263,4 +265,6 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from refusals import told  # beside this file, which is its place only when it runs as a script
+
+    told(main)

@@ -25,8 +25,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import numpy as np
-from experts_build import build
+from experts_build import FAILED, build
 from experts_cases import BUCKETS, Arithmetic, Planned, arithmetics, default_shapes, searched, tiles
+from refusals import told
 
 from moe_jax.bench import launches
 from moe_jax.bench.cases import Ceilings, Shape, mean_floor_us, name_of, parse_rows, parse_shape
@@ -36,10 +37,10 @@ from moe_jax.bench.launches import DTYPE
 from moe_jax.bench.layer import Layer, Step
 from moe_jax.bench.run import ERROR_BOUND, steps_for
 from moe_jax.bench.search import Outcome, Trial, best_common, search
-from moe_jax.bench.timing import Clock, CudaTimer, Timer
+from moe_jax.bench.timing import Clock, CudaTimer, Timer, median_and_spread
+from moe_jax.cli.measuring import measured_device
 from moe_jax.errors import CannotServe, InvalidArgument
 from moe_jax.pallas_kernels.device import capability_of_device
-from moe_jax.pallas_kernels.launcher import median_and_spread
 from moe_jax.pallas_kernels.route import Routing
 from moe_jax.pallas_kernels.tuned import source_hash, store
 from moe_jax.pallas_kernels.tuned.lookup import DATA
@@ -200,13 +201,13 @@ def main() -> None:
     clock = Clock(args.seconds)
     shapes = [parse_shape(text) for text in args.shape] or default_shapes()
     rows = parse_rows(args.rows) if args.rows else BUCKETS if args.op == "expert_ffn" else PREFILL_ROWS
-    device = jax.devices("gpu")[0]
+    device, _ = measured_device("tune", simulated=False)
     capability = capability_of_device(device)
     folder = args.cubins or Path(tempfile.mkdtemp())
     written = None
     if args.op == "expert_ffn":
         for line in build(folder, [x for s in shapes for n in rows for x in searched(s, n)], capability, args.jobs):
-            if "FAILED" in line:
+            if FAILED in line:
                 print(line, flush=True)
         print(f"built, {clock.spent:.0f} s", flush=True)
     bench = Bench(CudaTimer(device, None, capability), device, int(time.time()), args.trials)
@@ -242,4 +243,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    told(main)

@@ -375,6 +375,8 @@ class CudaRuntime(Runtime):
         wanted = on if isinstance(on, CudaCapture) else None
         if stream.capture is not wanted:
             stream.wait_for_others()
+            if self._lost is not None:  # meanwhile
+                raise self._error(call, self._lost)
         if stream.capture is not wanted:
             raise self._error(call, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT", "a stream that records for nobody else")
 

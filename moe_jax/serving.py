@@ -175,13 +175,13 @@ class Serving:
     `close`; calls that the engine there is can serve begin and end meanwhile.
     """
 
+    # True at the end of the process, when all engines have been closed. Found by the class: names of modules may be
+    # gone then.
+    _ending = staticmethod(sys.is_finalizing)
+
     # `_making` is held while an engine is made, `_lock` for moments, by whoever gives a call its room or changes which
     # engine is kept. Where both are, `_making` is taken first. Neither is held by a call that ends, which may be
     # collected in any thread, nor `_lock` while an engine is closed.
-
-    # Then all engines have been closed. Found by the class: names of modules may be gone at the end of the process.
-    _ending = staticmethod(sys.is_finalizing)
-
     def __init__(self) -> None:
         self._making = threading.RLock()
         self._kept: _Kept | None = None
@@ -306,9 +306,6 @@ class Serving:
             yield None
             yield from columns(kept.engine)
             left = False
-        except Exception:
-            left = False
-            raise
         finally:
             claim.over = True
             if not left:

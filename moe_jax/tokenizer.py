@@ -207,7 +207,7 @@ class TextStream:
         self._context = 0  # where the ids decoded along begin
         self._shown = 0  # ids before this have had their text given out
 
-    def push(self, token: SupportsIndex) -> str:
+    def push(self, token: int) -> str:
         """Text that this id completes, often empty.
 
         Raises:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,12 +133,6 @@ def replay_times(graph: Graph, stream: Stream, replays: int, warmup: int = 3) ->
         marks.append(stream.record(options=options))
     stream.sync()
     return [(end - start) * 1e3 for start, end in itertools.pairwise(marks)]
-
-
-def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """Median, and half the distance between the quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return middle, (high - low) / 2
 
 
 def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:

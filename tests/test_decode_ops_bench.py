@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("cuda.core")
 
 from moe_jax.bench.timing import Clock
+from moe_jax.pallas_kernels import launcher
 from moe_jax.pallas_kernels.linear import linear_spec
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -45,7 +46,7 @@ def test_every_cell_says_who_built_its_kernels(script, monkeypatch, tmp_path, ca
     pending = [builder for rows in builders for builder in builders[rows] or [None]]
     monkeypatch.setattr(script, "cases", lambda operation: map(case, builders))
     monkeypatch.setattr(script, "kernel_of", kernel_of)
-    monkeypatch.setattr(script, "load_kernel", lambda of, built: SimpleNamespace(spec=of, compiled=built))
+    monkeypatch.setattr(launcher, "load_kernel", lambda of, built: SimpleNamespace(spec=of, compiled=built))
     monkeypatch.setattr(script.Chain, "check", lambda chain: [])
     monkeypatch.setattr(script.Chain, "time", lambda chain, floor: (10.0, 0.1))
     timer = SimpleNamespace(stream=None, folder=tmp_path, capability=90)

@@ -4,15 +4,18 @@ that only sleep."""
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-pytest.importorskip("cuda.core")
-
 from benchmarks import engine_costs, step_variants
-from moe_jax.cache import SimulatedRuntime, cuda_runtime
+from moe_jax.cache import SimulatedRuntime
 from moe_jax.cli import measuring
+from moe_jax.errors import InvalidArgument
+
+ROOT = Path(__file__).parents[1]
 
 STEPS = {
     "Engine.update_weights": "direct (weights moved)",
@@ -43,10 +46,30 @@ def test_device_and_runtime_are_chosen_in_one_place(monkeypatch, tmp_path):
     device, head = measuring.measured_device("here", simulated=True)
     assert (device.platform, head["device"], head["capability"]) == ("cpu", "cpu", "8.0")
     assert isinstance(measuring.runtime_of(device, tmp_path, simulated=True), SimulatedRuntime)
-    monkeypatch.setattr(cuda_runtime, "CudaRuntime", lambda device, *, cubins: (device, cubins))
+    pytest.importorskip("cuda.core")
+    monkeypatch.setattr("moe_jax.cache.cuda_runtime.CudaRuntime", lambda device, *, cubins: (device, cubins))
     assert measuring.runtime_of(device, tmp_path, simulated=False) == (device, tmp_path)
     with pytest.raises(engine_costs.CannotServe, match=r"here: no (CUDA|usable) GPU"):
         measuring.measured_device("here", simulated=False)
+
+
+def test_what_is_simulated_needs_no_cuda_and_has_a_tiny_shape(monkeypatch, tmp_path):
+    """In a process without the CUDA packages, with the options that a reader tries first."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    path = tmp_path / "report.json"
+    hidden = "import sys; sys.modules['cuda'] = None; from benchmarks import engine_costs; engine_costs.REPEATS = 3;"
+    words = ["--part", "refused", "--graphs", "simulate", "--layers", "1", "--context", "9", "--json", str(path)]
+    done = subprocess.run(python(f"{hidden} engine_costs.main({words!r})"), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+    assert (report["shape"], report["stopped"], len(report["refused"])) == ("tiny", None, 5)
+
+
+def test_a_shape_that_is_unknown_is_refused_before_any_work(monkeypatch):
+    monkeypatch.setattr(engine_costs, "first_token", lambda *given: pytest.fail("measured"))
+    monkeypatch.setattr(engine_costs, "measured_device", lambda *given, **options: pytest.fail("looked for a device"))
+    with pytest.raises(InvalidArgument, match="--shape: shape: got 'olmo', wanted qwen3-30b-a3b, mixtral-8x7b"):
+        engine_costs.main(["--shape", "olmo"])
 
 
 def python(code: str) -> list[str]:

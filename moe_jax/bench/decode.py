@@ -15,7 +15,7 @@ from moe_jax.bench.cases import Ceilings
 from moe_jax.bench.decode_cell import STEPS, Measured
 from moe_jax.bench.decode_model import expected_experts, read_bytes
 from moe_jax.bench.run import OUT_OF_TIME, Progress, one_line
-from moe_jax.bench.timing import Clock
+from moe_jax.bench.timing import Clock, median_and_spread
 from moe_jax.cache import Runtime, StickyError
 from moe_jax.errors import InvalidArgument
 from moe_jax.generation import bucket
@@ -142,8 +142,6 @@ def _configurations(
 
 def record(found: Measured | None, rows: int, size: float, ceilings: Ceilings) -> dict[str, Any]:
     """The figures of a cell, None where there are none; ``size`` bytes are read at least."""
-    from moe_jax.pallas_kernels.launcher import median_and_spread
-
     floor = size / (ceilings.read_tbs * 1e6)
     figures: dict[str, Any] = dict.fromkeys(("step_us", "spread_us", "steps", "tokens_s", "ratio"))
     if found is not None:

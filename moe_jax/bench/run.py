@@ -13,7 +13,7 @@ import numpy as np
 from moe_jax.bench.cases import Ceilings, Shape, distinct, flops, mean_floor_us, name_of
 from moe_jax.bench.contenders import Contender
 from moe_jax.bench.layer import Layer, Step
-from moe_jax.bench.timing import Clock, Timer
+from moe_jax.bench.timing import Clock, Timer, median_and_spread
 from moe_jax.errors import MoeJaxError
 from moe_jax.pallas_kernels.errors import CudaError
 
@@ -118,8 +118,6 @@ def steps_for(layer: Layer, tokens: int, ceilings: Ceilings) -> int:
 
 def _measure(contender: Contender, layer: Layer, steps: Sequence[Step], timer: Timer, clock: Clock) -> Measured | str:
     """The best configuration that gives right results, or why there is none."""
-    from moe_jax.pallas_kernels.launcher import median_and_spread
-
     best, tried, faults = None, 0, []
     if clock.left <= 0:
         return OUT_OF_TIME

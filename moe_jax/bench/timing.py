@@ -7,7 +7,7 @@ import importlib.util
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -68,6 +68,12 @@ class Clock:
     def part(self, share: float) -> Clock:
         """A clock that stops after a share of what is left."""
         return Clock(self.left * share, self._now)
+
+
+def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Median, and half the distance between the quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return middle, (high - low) / 2
 
 
 def repeats_for(us: float) -> int:

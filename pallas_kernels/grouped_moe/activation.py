@@ -59,7 +59,7 @@ class Activation:
         oss, clamped = self.name == "gpt_oss_swiglu", self.name == "swiglu" and self.limit is not None
         check(self.limit is None or oss or clamped, "limit", self.limit, "None")
         if self.limit is not None:
-            check_number(where, "limit", self.limit, over=0, infinite=True)
+            object.__setattr__(self, "limit", check_number(where, "limit", self.limit, over=0, infinite=True))
         check(not oss or self.limit is not None, "limit", self.limit, "a positive number (gpt-oss uses 7.0)")
         check((self.alpha is not None) == oss, "alpha", self.alpha, "a number (gpt-oss uses 1.702)" if oss else "None")
         check(
@@ -69,9 +69,9 @@ class Activation:
             "True or False" if clamped else "None",
         )
         if clamped:
-            check_switch(where, "limit_after", self.limit_after)
+            object.__setattr__(self, "limit_after", check_switch(where, "limit_after", self.limit_after))
         if oss:
-            check_number(where, "alpha", self.alpha)
+            object.__setattr__(self, "alpha", check_number(where, "alpha", self.alpha))
 
     @property
     def gated(self) -> bool:

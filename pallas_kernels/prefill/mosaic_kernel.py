@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int32
 
 from ..errors import InvalidArgument
 from ..grouped_moe.activation import Activation
-from .mosaic_rows import AT_ONCE, DEPTH, Gathered, InOrder, Rows
+from .mosaic_rows import AHEAD, AT_ONCE, DEPTH, Gathered, InOrder, Rows
 
 SLAB = 128
 """Weight rows of a slab; a tile has two slabs."""
@@ -38,14 +38,14 @@ class MosaicTile:
         rows: most batch rows of a tile, a multiple of `mosaic_rows.AT_ONCE`; accumulators take as many registers of a
             thread.
         sizes: ascending numbers of batch rows that tiles are compiled for; the last is ``rows``.
-        stages: steps of the reduction in shared memory.
+        stages: steps of the reduction in shared memory, more than `mosaic_rows.AHEAD`.
         chunk: batch rows written out at a time, a multiple of `STEP`.
         buffers: chunks being written out at once.
         share: whether two programs share the weights of an expert, whose blocks then come in twos.
         programs: programs that share the tiles, one for each multiprocessor.
 
     Raises:
-        InvalidArgument: another number of rows.
+        InvalidArgument: another number of rows or stages.
     """
 
     rows: int
@@ -59,6 +59,8 @@ class MosaicTile:
     def __post_init__(self) -> None:
         if self.rows < AT_ONCE or self.rows % AT_ONCE:
             raise InvalidArgument("rows", where="MosaicTile", got=self.rows, wanted=f"a multiple of {AT_ONCE}")
+        if self.stages <= AHEAD:  # a step would wait for one that is handed over only after it
+            raise InvalidArgument("stages", where="MosaicTile", got=self.stages, wanted=f"{AHEAD + 1} or more")
 
     @property
     def group(self) -> int:
@@ -276,8 +278,9 @@ def _body(
             for at in range(0, rows, tile.chunk):
                 size = min(tile.chunk, rows - at)
                 buffer = out_smem.at[me, done % tile.buffers]
+                # What the tile before wrote last may have gone through the same buffer.
+                plgpu.wait_smem_to_gmem(tile.buffers - 1 if done else 0, wait_read_only=True)
                 done += 1
-                plgpu.wait_smem_to_gmem(tile.buffers - 1, wait_read_only=True)
                 buffer.at[pl.ds(0, size)].transpose((1, 0))[...] = value(slice(at, at + size)).astype(x.dtype)
                 plgpu.commit_smem()
 

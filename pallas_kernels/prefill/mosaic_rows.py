@@ -24,6 +24,8 @@ PIECES = 8
 """Pieces of 16 bytes of a row's step, each a thread's."""
 AT_ONCE = 16
 """Rows that a warpgroup copies at once. A multiple of the swizzle's 8, so a thread's rows are swizzled alike."""
+AHEAD = 2
+"""Gathered steps that are asked for after one before that is waited for and handed over."""
 
 
 class Rows(Protocol):
@@ -62,9 +64,6 @@ class InOrder:
 class Gathered:
     """Row ``pair[place] // top_k`` of ``x`` ``[T, K]`` for each place; zeros where ``pair`` is negative, and past the
     tile's height. For a whole warpgroup.
-
-    Attributes:
-        ahead: steps that are asked for before the first of them is waited for and handed over.
     """
 
     x: Any
@@ -73,7 +72,6 @@ class Gathered:
     full: Any
     top_k: int
     interpreted: bool
-    ahead: int = 2
 
     def begin(self, start: Any, height: Any) -> Any:
         if self.interpreted:
@@ -86,16 +84,16 @@ class Gathered:
             self._copy_interpreted(start, height, step, slot)
         else:
             _copy(self.x, self.x_smem.at[slot], tile, step * DEPTH)
-            _wait(self.ahead)
+            _wait(AHEAD)
         # What threads have copied is made visible to the matrix unit, and all of them have.
         plgpu.commit_smem()
-        self._hand_over(slot, count, self.ahead)
+        self._hand_over(slot, count, AHEAD)
 
     def end(self, slot: Any, count: Any) -> None:
         if not self.interpreted:
             _wait(0)
         plgpu.commit_smem()
-        for back in range(self.ahead, 0, -1):
+        for back in range(AHEAD, 0, -1):
             self._hand_over(slot, count, back)
 
     def _hand_over(self, slot: Any, count: Any, back: int) -> None:

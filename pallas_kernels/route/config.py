@@ -59,7 +59,7 @@ class RouterConfig:
             value = getattr(self, name)
             check(type(value) is int, f"type of {name}", repr(value), "an int")
         check(type(self.renormalize) is bool, "type of renormalize", repr(self.renormalize), "True or False")
-        check_number("RouterConfig", "scaling_factor", self.scaling_factor)
+        object.__setattr__(self, "scaling_factor", check_number("RouterConfig", "scaling_factor", self.scaling_factor))
         check(self.experts >= 1, "experts", self.experts, "at least 1")
         check(1 <= self.top_k <= self.experts, "top_k", self.top_k, f"1 to experts={self.experts}")
         check_choice("RouterConfig", "score", self.score, get_args(Score))

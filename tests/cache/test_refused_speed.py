@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
+from moe_jax.bench.timing import median_and_spread
 from moe_jax.cache import Graphs, Outcome, Registry, dense
 from moe_jax.cache.simulated import SimulatedKernel, SimulatedRuntime
 from moe_jax.engine.calls import Calls
@@ -19,7 +20,6 @@ from moe_jax.engine.memory import Memory
 from moe_jax.engine.step import NAMESPACE, Geometry, build
 from moe_jax.engine.weights import module_weights
 from moe_jax.models.decoder import abstract_decoder
-from moe_jax.pallas_kernels.launcher import median_and_spread
 from tiny_models import tiny_config
 
 LAYERS, REPEATS = 48, 200

@@ -14,6 +14,7 @@ from interpreting import run_interpreted
 
 pytest.importorskip("triton")
 
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_jax.pallas_kernels import compiled
@@ -59,6 +60,7 @@ def interpreted(
         options = {"pair": jnp.asarray(pair), "top_k": 2}
         ordered = x.copy()
         x = np.where((pair < 0)[:, None], 0, x[pair // 2])[:places].astype(x.dtype)
+    interpreter.reset_gpu_interpret_mode_state()
     out = grouped_matmul(
         jnp.asarray(ordered),
         jnp.asarray(weight),
@@ -77,6 +79,7 @@ def interpreted(
         wanted.append(part if activation is None else np.asarray(activate(jnp.asarray(part), activation)))
         at += count * STEP
     out = np.asarray(out, np.float32)
+    assert not interpreter.get_races().races_found
     assert np.isnan(out[len(x) :]).all()  # the last expert's tile may be taller than its rows, what it writes not
     return out[: len(x)], np.concatenate(wanted)
 
@@ -94,7 +97,7 @@ def test_gated_activations_are_the_ops(activation):
     ("activation", "depth", "rows", "bias", "options"),
     [
         (HALVES, 192, 144, True, {}),
-        (INTERLEAVED, 64, 144, True, {"stages": 2}),
+        (INTERLEAVED, 64, 144, True, {"stages": 4}),
         (UNGATED, 64, 72, False, {"chunk": 32, "buffers": 1}),
         (None, 64, 264, True, {}),
         (None, 128, 384, False, {"share": True, "programs": 4}),
@@ -211,6 +214,11 @@ def test_every_unit_is_in_one_block_of_its_expert(options, counts):
 def test_a_tile_of_rows_that_are_not_copied_together_is_refused(rows):
     with pytest.raises(InvalidArgument, match=f"rows.*{rows}.*multiple of 16"):
         MosaicTile(rows=rows, sizes=(rows,))
+
+
+def test_a_tile_with_too_few_stages_to_gather_is_refused():
+    with pytest.raises(InvalidArgument, match="stages: got 2, wanted 3 or more"):
+        MosaicTile(rows=16, sizes=(16,), stages=2)
 
 
 def arguments(tokens=65, hidden=64, inner=192, dtype="bfloat16"):
