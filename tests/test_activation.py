@@ -97,6 +97,9 @@ def test_values_of_another_kind_are_refused(change: dict[str, Any], message: str
     good: dict[str, Any] = {"name": "gpt_oss_swiglu", "layout": "halves", "limit": 7, "alpha": np.float32(1.702)}
     Activation(**good)
     Activation(**{**good, "limit": float("inf")})
+    # Numbers become Python's: an activation is a key.
+    equal = Activation(**{**good, "limit": np.array(7.0), "alpha": float(np.float32(1.702))})
+    assert hash(equal) == hash(Activation(**good)) and equal == Activation(**good)
     with pytest.raises(InvalidArgument, match=message):
         Activation(**{**good, **change})
 

@@ -364,6 +364,27 @@ def test_no_engine_is_closed_in_the_thread_that_collects_its_last_stream(model, 
     assert (first.tried, second.tried) == (1, 0) and threading.get_ident() not in first.threads
 
 
+def test_a_left_stream_whose_end_raises_closes_its_engine_apart_too(model, monkeypatch):
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+
+    def columns(_: object) -> Any:
+        try:
+            yield from range(3)
+        finally:
+            raise RuntimeError("at its end")
+
+    world = World(monkeypatch, model)
+    streams = [world.serving.run(world.source, serving.needed(1, 4), columns, automatic=False)]
+    next(streams[0])
+    list(world.run(2))
+    first = world.engines[0]()
+    streams.clear()
+    gc.collect()
+    assert len(told) == 1
+    assert first is not None and first.tried == 1 and threading.get_ident() not in first.threads
+
+
 def test_an_engine_for_which_there_is_no_thread_is_closed_by_the_next_call(model, monkeypatch):
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
