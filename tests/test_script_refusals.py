@@ -25,6 +25,9 @@ def run(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.chdir(tmp_path)
+    # Tests have modules of the same names; each finds its own, before and after.
+    names = [file.stem for file in FOLDER.glob("*.py")]
+    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
 
     def run(script: str, *words: str) -> tuple[object, str, str]:
         monkeypatch.setattr("sys.argv", [script, *words])
@@ -32,7 +35,10 @@ def run(monkeypatch, capsys, tmp_path):
             runpy.run_path(str(FOLDER / script), run_name="__main__")
         return stopped.value.code, *capsys.readouterr()
 
-    return run
+    yield run
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(others)
 
 
 @pytest.mark.parametrize(

@@ -199,10 +199,10 @@ def _move(folder: Path, staging: Path) -> None:
     """Bring what was saved to its place, and take away what was there. May be broken off anywhere and begun again."""
     saved, links = folder / SAVED, Path(tempfile.mkdtemp(dir=staging))
     files = {file.name for file in saved.iterdir()}
+    (folder / "config.json").unlink(missing_ok=True)
     # In this order: shards go before the index that names them.
-    known = ("config.json", *_indexed(folder), "generation_config.json", INDEX, SINGLE, *TOKENIZER_FILES)
-    for name in known:
-        if name not in files or name == "config.json":
+    for name in (*_indexed(folder), "generation_config.json", INDEX, SINGLE, *TOKENIZER_FILES):
+        if name not in files:
             (folder / name).unlink(missing_ok=True)
     for name in (*sorted(files - {"config.json"}), "config.json"):
         link = links / name
