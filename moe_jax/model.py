@@ -318,14 +318,17 @@ class Model:
             self._programs = last = signature, _executables(signature), program_key(avals)
         return last[1], last[2]
 
-    def token_rows(self, prompts: Prompts) -> list[list[int]]:
+    def token_rows(self, prompts: Prompts, caller: str = "generate") -> list[list[int]]:
         """Token ids of each prompt, from any form that `generate` takes.
+
+        Args:
+            caller: whose prompts they are, for errors.
 
         Raises:
             InvalidArgument: no prompt, an empty one, another form, or ids out of the vocabulary.
         """
-        where = "generate(prompts)"
-        rows = [self._row(item) for item in _separate(prompts)]
+        where = f"{caller}(prompts)"
+        rows = [self._row(where, item) for item in _separate(where, prompts)]
         if not rows:
             raise InvalidArgument("prompts", where=where, got="an empty list", wanted="at least one prompt")
         for index, row in enumerate(rows):
@@ -339,14 +342,14 @@ class Model:
             self._check_ids(f"{where}[{index}]", ids)
         return rows
 
-    def _row(self, prompt: Any) -> list[int]:
+    def _row(self, where: str, prompt: Any) -> list[int]:
         chat = isinstance(prompt, (list, tuple)) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         if not isinstance(prompt, str) and not chat:
             return list(prompt)
         if self.tokenizer is None:
             raise InvalidArgument(
                 "text for a model without a tokenizer",
-                where="generate(prompts)",
+                where=where,
                 got="chat messages" if chat else "a string",
                 wanted="token ids, or a checkpoint folder with tokenizer.json",
             )
@@ -394,9 +397,8 @@ def _executables(signature: tuple[Any, ...]) -> Executables:
         return store
 
 
-def _separate(prompts: Prompts) -> list[Any]:
+def _separate(where: str, prompts: Prompts) -> list[Any]:
     """One item for each prompt, whatever form they come in."""
-    where = "generate(prompts)"
     wanted = "integers [B, T] or [T], lists of ids, strings, or chat messages"
     _refuse_traced(where, prompts)
     if isinstance(prompts, str):

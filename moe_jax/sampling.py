@@ -34,7 +34,7 @@ class Sampling(NamedTuple):
     top_p: Float32[Array | np.ndarray, ""]
 
 
-def sampling(temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> Sampling:
+def sampling(temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, where: str = "generate") -> Sampling:
     """Checked parameters, as NumPy arrays.
 
     Args:
@@ -42,12 +42,11 @@ def sampling(temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> Sam
         top_p: draw from the smallest set of most probable tokens whose probabilities reach this (nucleus
             sampling, arXiv:1904.09751); the most probable token is always in it; 1 keeps all.
         seed: 0 to 2**64 - 1.
+        where: whose options they are, for errors.
 
     Raises:
         InvalidArgument: a value out of range or of another type.
     """
-    where = "generate"
-
     heat, share = as_number(temperature), as_number(top_p)
     if not 0 <= heat < math.inf:
         raise InvalidArgument("temperature", where=where, got=shown(temperature), wanted="a finite number, 0 or more")

@@ -26,8 +26,8 @@ def check_array(where: str, name: str, array: Any) -> None:
         raise InvalidArgument(f"type of {name}", where=where, got=type(array).__name__, wanted="an array")
 
 
-def check_shape(where: str, name: str, array: Any, wanted: Sequence[int | str]) -> None:
-    """Compare a shape with sizes (ints) and free dimensions (names)."""
+def check_shape(where: str, name: str, array: Any, wanted: Sequence[int | str], note: str = "") -> None:
+    """Compare a shape with sizes (ints) and free dimensions (names); ``note`` goes behind what was wanted."""
     check_array(where, name, array)
     shape = tuple(array.shape)
     fits = len(shape) == len(wanted) and all(
@@ -35,15 +35,15 @@ def check_shape(where: str, name: str, array: Any, wanted: Sequence[int | str]) 
     )
     if not fits:
         text = "[" + ", ".join(str(dim) for dim in wanted) + "]"
-        raise InvalidArgument(f"shape of {name}", where=where, got=list(shape), wanted=text)
+        raise InvalidArgument(f"shape of {name}", where=where, got=list(shape), wanted=text + note)
 
 
-def check_dtype(where: str, name: str, array: Any, wanted: Sequence[Any]) -> None:
-    """Require one of the dtypes; there is no silent promotion."""
+def check_dtype(where: str, name: str, array: Any, wanted: Sequence[Any], note: str = "") -> None:
+    """Require one of the dtypes; there is no silent promotion. ``note`` goes behind what was wanted."""
     check_array(where, name, array)
     names = [np.dtype(dtype).name for dtype in wanted]
     if array.dtype.name not in names:
-        raise InvalidArgument(f"dtype of {name}", where=where, got=array.dtype.name, wanted=" or ".join(names))
+        raise InvalidArgument(f"dtype of {name}", where=where, got=array.dtype.name, wanted=" or ".join(names) + note)
 
 
 def check_kind(where: str, name: str, value: Any, wanted: type) -> None:

@@ -22,7 +22,7 @@ from moe_jax.models.decoder import Decoder
 from moe_jax.pallas_kernels.advance.specs import RUNNING
 from moe_jax.pallas_kernels.checks import check_integer, check_switch
 from moe_jax.pallas_kernels.linear.heuristics import MAX_ROWS
-from moe_jax.sampling import Sampling
+from moe_jax.sampling import Sampling, sampling
 
 from .building import load_kernels
 from .calls import Calls
@@ -32,7 +32,6 @@ from .host import compiled_reference
 from .memory import WEIGHTS, Memory, Weights, place_all
 from .options import (
     PAGE_SIZE,
-    asked,
     check_bounds,
     check_packages,
     check_page_size,
@@ -253,7 +252,7 @@ class Engine:
             CannotServe: no place or not enough pages at present.
         """
         where = "Engine.prefill"
-        rows, parameters = asked(where, self._model, prompts, temperature, top_p, seed)
+        rows, parameters = self._model.token_rows(prompts, where), sampling(temperature, top_p, seed, where)
         top_k = check_integer(where, "top_k", top_k, 0, (1 << 31) - 1)
         return self._admit(where, rows, range(len(rows)), max_new_tokens, parameters, top_k=top_k)
 
@@ -305,7 +304,7 @@ class Engine:
         where = "Engine.generate"
         logprobs, stream = (check_switch(where, *each) for each in (("logprobs", logprobs), ("stream", stream)))
         model = self._model
-        rows, parameters = asked(where, model, prompts, temperature, top_p, seed)
+        rows, parameters = model.token_rows(prompts, where), sampling(temperature, top_p, seed, where)
         ends = parse_stop(stop, model.config.eos_token_ids, model.config.vocab_size, model.tokenizer, where)
         for row in rows:
             token_limit(where, self._geometry, len(row), max_new_tokens)

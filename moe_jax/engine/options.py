@@ -15,7 +15,6 @@ from moe_jax.cache.store import estimated_bytes
 from moe_jax.errors import CannotServe, InvalidArgument
 from moe_jax.model import Model
 from moe_jax.pallas_kernels.checks import check_integer, shown
-from moe_jax.sampling import Sampling, sampling
 
 from .step import Geometry
 
@@ -71,21 +70,6 @@ def token_limit(where: str, geometry: Geometry, prompt: int, max_new_tokens: int
         got, wanted = f"{total} tokens", f"at most {geometry.pages} pages of {geometry.page_size}"
         raise InvalidArgument("prompt and new tokens", where=where, got=got, wanted=wanted)
     return total
-
-
-def asked(
-    where: str, model: Model, prompts: Any, temperature: float, top_p: float, seed: int
-) -> tuple[list[list[int]], Sampling]:
-    """Prompts as token ids, and the sampling, checked as `Model.generate` checks its own.
-
-    Raises:
-        InvalidArgument: of ``where``, not of ``generate``.
-    """
-    try:
-        return model.token_rows(prompts), sampling(temperature, top_p, seed)
-    except InvalidArgument as error:
-        place = where + error.where.removeprefix("generate") if error.where.startswith("generate") else error.where
-        raise InvalidArgument(error.problem, where=place, got=error.got, wanted=error.wanted) from error
 
 
 def given_weights(where: str, given: Any) -> nnx.Module | Mapping[str, Any]:

@@ -125,13 +125,8 @@ def check_weights(
     optional = ("weights.gate_up_bias", "weights.down_bias", "weights.shared.gate")
     for name, (array, shape) in wanted.items():
         if array is not None or name not in optional:
-            check_array(where, name, array)
-            if tuple(array.shape) != shape:
-                wants = f"{list(shape)}{layouts.get(name, '')}"
-                raise InvalidArgument(f"shape of {name}", where=where, got=list(array.shape), wanted=wants)
-            if array.dtype != dtype:
-                wants = f"{jnp.dtype(dtype).name}, as {like} has"
-                raise InvalidArgument(f"dtype of {name}", where=where, got=array.dtype.name, wanted=wants)
+            check_shape(where, name, array, shape, layouts.get(name, ""))
+            check_dtype(where, name, array, (dtype,), f", as {like} has")
 
 
 def pack_experts(
